@@ -19,7 +19,7 @@ class AgreedPlan:
         program: this rank's part of the plan.
         runner: executor of the program in rounds on a GPU; None on the CPU.
         channel: the ranks of the plan.
-        call: number of the agreement.
+        round_number: number of the agreement's round, which tags the messages of transfers.
         decision: its result.
         lost: ranks that were lost in the agreement on the plan.
     """
@@ -28,6 +28,6 @@ class AgreedPlan:
     program: RankProgram
     runner: RoundRunner | None
     channel: Channel
-    call: int
+    round_number: int
     decision: Decision
     lost: frozenset[int] = frozenset()

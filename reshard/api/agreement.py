@@ -52,7 +52,7 @@ class Agreement:
     Attributes:
         inputs: of this rank, checked. If the transfer runs on copies in host memory, they hold the copies.
         channel: the ranks that called.
-        call: number of the agreement.
+        round_number: number of the agreement's round, which tags the messages of the transfer.
         decision: its result, for the device type that the transfer runs on.
         arguments: ``(name, value)`` pairs that are equal on all ranks.
         lost: in a fault-tolerant call, the ranks that did not call.
@@ -61,7 +61,7 @@ class Agreement:
 
     inputs: Inputs
     channel: Channel
-    call: int
+    round_number: int
     decision: Decision
     arguments: list[tuple[str, str]]
     lost: frozenset[int]
@@ -96,7 +96,7 @@ def agree(inputs: Inputs, purpose: str) -> Agreement:
     lost = set(called) - set(inside)
     while True:
         decide = functools.partial(resolve_partial, layouts=layouts, members=channel.members)
-        call, decision = channel.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
+        round_number, decision = channel.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
         lost |= set(decision.lost)
         if decision.dtypes:
             break
@@ -105,7 +105,7 @@ def agree(inputs: Inputs, purpose: str) -> Agreement:
     if is_copied(decision.device_type, needs_cpu(options)):
         items, decision = copy_to_host(items, channel, decision)
     checked = replace(inputs, items=items)
-    return Agreement(checked, channel, call, decision, request.arguments, frozenset(lost), purpose)
+    return Agreement(checked, channel, round_number, decision, request.arguments, frozenset(lost), purpose)
 
 
 def _make_request(inputs: Inputs, purpose: str) -> tuple[Request, list[Item]]:

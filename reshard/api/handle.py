@@ -184,8 +184,8 @@ class Handle:
         return self.wait(timeout_seconds)
 
 
-class PostedTransfers(Protocol):
-    """The transfers of a Mover that their caller waits for."""
+class PostingQueue(Protocol):
+    """What posts the transfers of a Mover, and waits for them."""
 
     def wait_for(self, transfer: PostedTransfer) -> None:
         """Block until a transfer has ended. Raises its error."""
@@ -195,7 +195,7 @@ class PostedTransfer:
     """A transfer whose operations have all been posted. Its caller must wait for it, on the thread that started it.
 
     Args:
-        transfers: those of its Mover.
+        queue: posted it.
         posted: the operations with their works, or the error of posting them.
         arrays: what the operations read and write.
         result: what :meth:`wait` returns.
@@ -204,10 +204,10 @@ class PostedTransfer:
         begun_at, ended_at: ``time.monotonic()`` when it was posted, and when the wait for it ended.
     """
 
-    __slots__ = ("_arrays", "_result", "_transfers", "begun_at", "ended_at", "posted")
+    __slots__ = ("_arrays", "_queue", "_result", "begun_at", "ended_at", "posted")
 
-    def __init__(self, transfers: PostedTransfers, posted: Any, arrays: Any, result: Any) -> None:
-        self._transfers, self.posted, self._arrays, self._result = transfers, posted, arrays, result
+    def __init__(self, queue: PostingQueue, posted: Any, arrays: Any, result: Any) -> None:
+        self._queue, self.posted, self._arrays, self._result = queue, posted, arrays, result
         self.begun_at = time.monotonic()
         self.ended_at: float | None = None
 
@@ -223,7 +223,7 @@ class PostedTransfer:
     def wait(self) -> Any:
         """Block until the transfer has ended, and return its result. Raises the error that ended it."""
         if self.ended_at is None:
-            self._transfers.wait_for(self)
+            self._queue.wait_for(self)
         return self._result
 
     synchronize = wait

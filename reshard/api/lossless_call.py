@@ -70,9 +70,9 @@ def prepare_buckets(agreement: Agreement) -> PreparedBuckets:
     )
     report = transfer.offer()
     if transfer.last_round is not None:  # lost ranks may have left a channel of fewer ranks
-        channel, call, generation = transfer.last_round
+        channel, round_number, generation = transfer.last_round
         decision = replace(agreement.decision, generation=generation)
-        agreement = replace(agreement, channel=channel, call=call, decision=decision)
+        agreement = replace(agreement, channel=channel, round_number=round_number, decision=decision)
     buckets = transfer.specs()
     agreed = agree_on_plan(agreement, buckets=buckets) if buckets else None
     lost = frozenset(transfer.lost) | (frozenset() if agreed is None else agreed.lost)

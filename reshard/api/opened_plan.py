@@ -130,12 +130,12 @@ def open_plan(
     request = Request(group.rank, arguments, hostname=group.hostname, error=failure)
     with publish_interruption(group, lambda: plan.ranks), calling(group):
         decide = functools.partial(resolve_partial, layouts={}, members=plan.ranks)
-        call, decision = channel.agree(request, decide, timeout_seconds, fault_tolerant)
+        round_number, decision = channel.agree(request, decide, timeout_seconds, fault_tolerant)
         if decision.lost:
             raise ranks_missed_error(decision.lost, "join")
         assert program is not None
         warn_of_hosts(plan, decision.hostnames)
-        agreed = AgreedPlan(plan, program, runner, channel, call, replace(decision, device_type=used))
+        agreed = AgreedPlan(plan, program, runner, channel, round_number, replace(decision, device_type=used))
         transfers = open_transfers(
             agreed, timeout_seconds, verify, communicator_index=communicator_index, both_ways=both_ways
         )

@@ -83,13 +83,13 @@ def agree_on_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequ
     is_cacheable = not callable(options["strategy"]) and isinstance(options["compression"], str | None)
     if is_cacheable and key in channel.cache:
         channel.cache.move_to_end(key)
-        return AgreedPlan(*channel.cache[key], channel=channel, call=agreement.call, decision=decision)
+        return AgreedPlan(*channel.cache[key], channel=channel, round_number=agreement.round_number, decision=decision)
     program = runner = error = None
     arguments: list[tuple[str, str]] = []
-    shares = is_cacheable and options["compression"] != AUTO_CODEC  # which makes several plans
+    is_made_per_host = is_cacheable and options["compression"] != AUTO_CODEC  # which makes several plans
     with (
         _plan_per_host(agreement, raw, buckets)
-        if shares
+        if is_made_per_host
         else nullcontext(functools.partial(_make_plan, agreement, raw, buckets)) as take_plan
     ):
         try:
@@ -112,7 +112,7 @@ def agree_on_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequ
         channel.cache[key] = plan, program, runner
     if len(channel.cache) > MAX_CACHED:
         channel.cache.popitem(last=False)
-    return AgreedPlan(plan, program, runner, channel, agreement.call, decision, frozenset(compared.lost))
+    return AgreedPlan(plan, program, runner, channel, agreement.round_number, decision, frozenset(compared.lost))
 
 
 def _plan_per_host(

@@ -30,8 +30,8 @@ from reshard.runtime.cpu.verification import Digests, Hops, compare_digests, des
 from reshard.runtime.program import RankProgram
 from reshard.runtime.transport import BrokenConnectionError, Work, wait_for
 
-#: Posted sends that a Mover keeps before its thread waits for them. Each has at most ``DIRECT_BYTES``.
-_KEPT_SENDS = 32
+#: Posted sends that a Mover does not hand to its thread at once. Each has at most ``DIRECT_BYTES``.
+_MAX_UNQUEUED = 32
 
 
 class QueuedTransfers:
@@ -54,7 +54,7 @@ class QueuedTransfers:
     ) -> None:
         self._plan, self._program, self._channel = agreed.plan, agreed.program, agreed.channel
         self._group = agreed.channel.group
-        self._generation, self._tag = agreed.decision.generation, agreed.call % (NOTIFY_TAG - 1)
+        self._generation, self._tag = agreed.decision.generation, agreed.round_number % (NOTIFY_TAG - 1)
         self.timeout_seconds, self._verify, self._reuses_staging = timeout_seconds, verify, is_one_call
         self.transport = self._channel.transport(self._generation, is_two_way, timeout_seconds)
         self._staging = Staging(self._program, self._plan.staging_bytes)
@@ -66,7 +66,7 @@ class QueuedTransfers:
         if self.transport is not None and not verify and not is_one_call:
             self._direct = find_direct(self._plan, self._program)
         self._queued: Watch | None = None  # the last transfer that the thread posts
-        self._kept: deque[PostedTransfer] = deque()  # posted, and not handed to the thread
+        self._unqueued: deque[PostedTransfer] = deque()  # posted, and not handed to the thread
         self._posted = _PostedWatch(self._channel, self._generation, self._plan, self._program)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -164,9 +164,9 @@ class QueuedTransfers:
         if posted is None:
             return None
         transfer = PostedTransfer(self, posted, (src, dst), result)
-        self._kept.append(transfer)
+        self._unqueued.append(transfer)
         is_failed = isinstance(posted, Exception)
-        if is_failed or (len(self._kept) >= _KEPT_SENDS and self._direct is not None and self._direct.only_sends):
+        if is_failed or (len(self._unqueued) >= _MAX_UNQUEUED and self._direct is not None and self._direct.only_sends):
             self._hand_over()
         return transfer
 
@@ -175,13 +175,13 @@ class QueuedTransfers:
 
         None: for all of them, and wake nobody.
         """
-        batch = list(self._kept)
+        batch = list(self._unqueued)
         if last is not None:
             batch = batch[: batch.index(last) + 1] if last in batch else []
         self._start_thread()
         self._jobs.put((self, self._posted, batch, last is not None, None))
         for _ in batch:  # last, because an interrupt may come at any line, and the thread may get a transfer twice
-            self._kept.popleft()
+            self._unqueued.popleft()
 
     def wait_for(self, transfer: PostedTransfer) -> None:
         """Block until a transfer of :meth:`post` has ended, in a wait that signals can interrupt. Raises its error."""
@@ -199,12 +199,14 @@ class QueuedTransfers:
     def _take_arrived(self, transfer: PostedTransfer) -> bool:
         """End the next transfer on the caller's thread if its messages have arrived. Returns whether it did."""
         posted = transfer.posted
-        if not (self._kept and self._kept[0] is transfer and isinstance(posted, Posted) and posted.has_arrived()):
+        if not (
+            self._unqueued and self._unqueued[0] is transfer and isinstance(posted, Posted) and posted.has_arrived()
+        ):
             return False
         try:
             self._wait_for_posted(posted, time.monotonic() + self.timeout_seconds, self._posted)
             transfer.end()
-            self._kept.popleft()
+            self._unqueued.popleft()
         except Exception as error:
             self._stop(self._posted, error)
         return True
@@ -232,7 +234,7 @@ class QueuedTransfers:
         if self._closed:
             return
         self._closed = True
-        if self._kept and self._group.pid == os.getpid():
+        if self._unqueued and self._group.pid == os.getpid():
             self._hand_over()
         if self._thread is None:
             self.transport = None

@@ -219,10 +219,10 @@ class FaultTolerantHandle(ConfirmedHandle):
         return self._take_result()
 
     def _complete(self) -> ReshardError | None:
-        found = self._confirm(lambda error: self._recovery.complete(error, progress_of(self._inner), self._deadline))
-        if isinstance(found, RankLostError) and (recover := found._recover) is not None:
-            found._recover = lambda: self._recover(recover)
-        return found
+        outcome = self._confirm(lambda error: self._recovery.complete(error, progress_of(self._inner), self._deadline))
+        if isinstance(outcome, RankLostError) and (recover := outcome._recover) is not None:
+            outcome._recover = lambda: self._recover(recover)
+        return outcome
 
     def _recover(self, recover: Callable[[], Any]) -> Any:
         """Run :meth:`RankLostError.recover` and return the result of the transfer."""

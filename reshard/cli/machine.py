@@ -42,8 +42,8 @@ def examine_machine() -> tuple[list[str], list[str]]:
 def _find_needed() -> dict[str, str]:
     """The packages that transfers between processes need, with the lowest version that this package allows."""
     requirements = importlib.metadata.requires("reshard") if _version("reshard") else None
-    matches = (re.fullmatch(r"([\w.-]+)>=([\d.]+)(; extra == .torch.)?", each) for each in requirements or ())
-    return {each[1]: each[2] for each in matches if each}
+    matches = (re.fullmatch(r"([\w.-]+)>=([\d.]+)(; extra == .torch.)?", text) for text in requirements or ())
+    return {match[1]: match[2] for match in matches if match}
 
 
 def _numbers(version: str) -> list[int]:

@@ -129,7 +129,7 @@ class Boxes:
 
     def _passes(self, marked: Sequence[str], a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """``(edges,)`` whether an edge from host ``a`` to host ``b`` passes a marked port."""
-        topology, found = self.plan.topology, np.zeros(len(a), dtype=bool)
+        topology, is_marked = self.plan.topology, np.zeros(len(a), dtype=bool)
         pod = np.array([topology.host(h).pod if topology.pods else -1 for h in range(topology.num_hosts)])
         for name in marked:
             kind, number, direction = name.partition(",")[0].split()
@@ -137,10 +137,10 @@ class Boxes:
             if direction == "inside":
                 continue
             if kind == "host":
-                found |= (a if out else b) == int(number)
+                is_marked |= (a if out else b) == int(number)
             else:
-                found |= ((pod[a] if out else pod[b]) == int(number)) & (pod[a] != pod[b])
-        return found
+                is_marked |= ((pod[a] if out else pod[b]) == int(number)) & (pod[a] != pod[b])
+        return is_marked
 
     def is_marked(self, number: int, marked: Sequence[str]) -> bool:
         """Whether a box holds a host whose port is marked, or is the group of a pod whose uplink is."""
@@ -177,8 +177,8 @@ def _name_hosts(hosts: Sequence[int]) -> str:
 
 
 def _only(pods) -> int | None:  # type: ignore[no-untyped-def]
-    found = set(pods)
-    return found.pop() if len(found) == 1 else None
+    distinct = set(pods)
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 def _roles(hosts: Sequence[int], by_host: dict[int, list[str]]) -> tuple[str, ...]:

@@ -214,18 +214,18 @@ class _Replay:
         group, start, stop = groups[one], boxes.start[piece[one]], boxes.stop[piece[one]]
         needed = self._needed_boxes(rows, names)
         try:
-            found = find_overlapping(*map(np.concatenate, zip((group, start, stop), needed, strict=True)))
+            is_overlapping = find_overlapping(*map(np.concatenate, zip((group, start, stop), needed, strict=True)))
         except PlanError as error:
             raise PlanError(f"staged boxes of {boxes.count_messages(rows)} messages: {error}") from None
-        hit = np.flatnonzero(found[len(one) :])
+        hit = np.flatnonzero(is_overlapping[len(one) :])
         if len(hit):
             group_of, need_start, need_stop = (column[hit[0]] for column in needed)
             overlaps = (groups == group_of) & (boxes.start[piece] < need_stop).all(axis=1)
             self._fault_outside(int(rows[overlaps & (need_start < boxes.stop[piece]).all(axis=1)][0]))
-        elif found.any():
+        elif is_overlapping.any():
             box_of_staged = np.empty(len(rows), dtype=np.int64)
             box_of_staged[order] = np.cumsum(begins) - 1
-            self._replay_staged(rows[found[box_of_staged]], where[found[box_of_staged]])
+            self._replay_staged(rows[is_overlapping[box_of_staged]], where[is_overlapping[box_of_staged]])
 
     def _needed_boxes(self, rows: np.ndarray, names: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The boxes that the receivers of staged ``rows`` need of the same tensors.
@@ -234,7 +234,7 @@ class _Replay:
         pair of a rank and a tensor. Returns the index in ``names``, the start and the stop of each box.
         """
         boxes, num_tensors, ndim = self._boxes, len(self._plan.tensors), self._boxes.start.shape[1]
-        found = [(np.zeros(0, dtype=np.int64), boxes.start[:0], boxes.stop[:0])]
+        parts = [(np.zeros(0, dtype=np.int64), boxes.start[:0], boxes.stop[:0])]
         members = rows[self._owner[rows] >= 0]
         for owners, _, mine in self._dst.split(boxes, members):
             if owners.is_grid or not len(mine):
@@ -245,8 +245,8 @@ class _Replay:
                 tile, owner = owners.tiles_of(np.unique(self._owner[own]))
                 start, stop = (np.full((len(tile), ndim), index, dtype=np.int64) for index in (0, 1))
                 start[:, : len(shards.shape)], stop[:, : len(shards.shape)] = shards.start[tile], shards.stop[tile]
-                found.append((np.searchsorted(names, owners.ranks[owner] * num_tensors + tensor), start, stop))
-        group, start, stop = map(np.concatenate, zip(*found, strict=True))
+                parts.append((np.searchsorted(names, owners.ranks[owner] * num_tensors + tensor), start, stop))
+        group, start, stop = map(np.concatenate, zip(*parts, strict=True))
         return group, start, stop
 
     def _replay_staged(self, rows: np.ndarray, where: np.ndarray) -> None:
@@ -341,13 +341,15 @@ class _Replay:
         rows = rows[self._wanted[rows]]
         piece = boxes.piece[rows]
         try:
-            found = find_overlapping(np.zeros(len(rows), dtype=np.int64), boxes.start[piece], boxes.stop[piece])
+            is_overlapping = find_overlapping(
+                np.zeros(len(rows), dtype=np.int64), boxes.start[piece], boxes.stop[piece]
+            )
         except PlanError as error:
             raise PlanError(
                 f"rank {rank} does not receive each element once; the boxes of its {boxes.count_messages(rows)} "
                 f"messages: {error}"
             ) from None
-        twice = rows[found]
+        twice = rows[is_overlapping]
         if len(twice):
             overlapping = twice[boxes.shared(twice, int(twice[0])) > 0]
             row = int(overlapping[overlapping > twice[0]][0])

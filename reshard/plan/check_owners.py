@@ -66,31 +66,31 @@ class Owners:
 
     def inside(self, owner: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
         """``(boxes,)`` bool: whether each box lies inside one tile of ``owner``; -1 owns nothing."""
-        shards, found = self._shards, owner >= 0
+        shards, has_owner = self._shards, owner >= 0
         if shards.cuts is None:
             tile = locate_points(start, shards.start, shards.stop)
-            found &= tile >= 0
-            found[found] = (stop[found] <= shards.stop[tile[found]]).all(axis=1)
+            has_owner &= tile >= 0
+            has_owner[has_owner] = (stop[has_owner] <= shards.stop[tile[has_owner]]).all(axis=1)
             keys = self._owned_tiles
             wanted = tile * len(self.ranks) + owner
             at = np.minimum(np.searchsorted(keys, wanted), max(len(keys) - 1, 0))
-            return found & (keys[at] == wanted) if len(keys) else np.zeros(len(owner), dtype=bool)
+            return has_owner & (keys[at] == wanted) if len(keys) else np.zeros(len(owner), dtype=bool)
         for dim, cut in enumerate(shards.cuts):
             at = np.searchsorted(cut.lo, start[:, dim], side="right") - 1
-            found &= (stop[:, dim] <= cut.hi[at]) & (cut.coord[at] == self._parts[owner, dim])
-        return found
+            has_owner &= (stop[:, dim] <= cut.hi[at]) & (cut.coord[at] == self._parts[owner, dim])
+        return has_owner
 
     def meets(self, owner: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
         """``(boxes,)`` bool: whether each box overlaps a tile of ``owner``; only for grids."""
         assert self._shards.cuts is not None
-        found = owner >= 0
+        has_owner = owner >= 0
         for dim, cut in enumerate(self._shards.cuts):
             count, part = len(cut.lo), self._parts[owner, dim]
             keys = np.sort(cut.coord * count + np.arange(count))
             first = np.searchsorted(cut.hi, start[:, dim], side="right")
             last = np.searchsorted(cut.lo, stop[:, dim], side="left")
-            found &= np.searchsorted(keys, part * count + last) > np.searchsorted(keys, part * count + first)
-        return found
+            has_owner &= np.searchsorted(keys, part * count + last) > np.searchsorted(keys, part * count + first)
+        return has_owner
 
     def tiles_of(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """``(tile, owner)`` of each tile that one of ``chosen`` owns, once per owner."""

@@ -87,11 +87,11 @@ class EvenExchange:
             return None
         numbers: list[np.ndarray] = []
         for ranks in (src.ranks, dst.ranks):
-            found = np.unique(host[ranks])
-            if not _are_alike(topology, port[ranks], len(found)):
+            hosts = np.unique(host[ranks])
+            if not _are_alike(topology, port[ranks], len(hosts)):
                 return None
             numbers.append(np.full(topology.num_hosts, -1))
-            numbers[-1][found] = np.arange(len(found))
+            numbers[-1][hosts] = np.arange(len(hosts))
         if ((numbers[0] >= 0) & (numbers[1] >= 0)).any():
             return None
         turns = holders.transpose(0, 2, 1).reshape(len(holders), -1)
@@ -250,12 +250,12 @@ class EvenExchange:
         place = np.array(np.unravel_index(tile, mine), dtype=np.int64)
         counts = np.maximum(other // mine, 1)
         within = np.indices(counts).reshape(len(counts), -1)
-        found = (place * other // mine)[:, None] + within
+        coordinates = (place * other // mine)[:, None] + within
         back = np.maximum(mine // other, 1)
-        position = place[:, None] - found * mine[:, None] // other[:, None]
+        position = place[:, None] - coordinates * mine[:, None] // other[:, None]
         return (
-            np.ravel_multi_index(tuple(found), tuple(other)),
-            np.ravel_multi_index(tuple(np.broadcast_to(position, found.shape)), tuple(back)),
+            np.ravel_multi_index(tuple(coordinates), tuple(other)),
+            np.ravel_multi_index(tuple(np.broadcast_to(position, coordinates.shape)), tuple(back)),
         )
 
     def _keys(self, holder: np.ndarray, entry: np.ndarray, step: np.ndarray, keys: KeyRange) -> np.ndarray:

@@ -221,12 +221,12 @@ def _equals(given: Any, made: Any) -> bool:
 def _check_messages(listed: Any, plan: Plan) -> None:
     """Raise PlanError unless the listed messages are those of the plan, so that edits to them are not ignored."""
     if not isinstance(listed, list) or len(listed) != plan.num_messages:
-        found = f"lists {len(listed)}" if isinstance(listed, list) else "is not a list"
+        listing = f"lists {len(listed)}" if isinstance(listed, list) else "is not a list"
         transfers = plan.transfers
         num_messages = int((transfers.num_chunks * np.diff(transfers.edge_at)).sum())
         boxes = f" with {plan.num_messages} boxes, each listed on its own" if plan.num_messages > num_messages else ""
         raise PlanError(
-            f"messages {found}, but the transfers make {num_messages} messages{boxes}: list all, or omit the key"
+            f"messages {listing}, but the transfers make {num_messages} messages{boxes}: list all, or omit the key"
         )
     for given, made in zip(listed, _list_messages(plan), strict=True):
         if not _equals(given, made):

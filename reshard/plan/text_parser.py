@@ -135,8 +135,8 @@ def _expect(pattern: re.Pattern[str], lines: list[tuple[int, str]], at: int) -> 
     match = pattern.fullmatch(lines[at][1]) if at < len(lines) else None
     if match is None:
         word = pattern.pattern.split()[0].lstrip("(")
-        found = repr(lines[at][1][:80]) if at < len(lines) else "the end of the text"
-        raise PlanError(f"expected a line such as {word!r}, found {found}")
+        rest = repr(lines[at][1][:80]) if at < len(lines) else "the end of the text"
+        raise PlanError(f"expected a line such as {word!r}, found {rest}")
     return match
 
 

@@ -227,7 +227,7 @@ class Dispatcher:
                 self._fail(job, error)
                 return
         is_complete = len(gone) == len(own)
-        for engine in [job.pending[each] for each in job.engines if each in job.pending]:
+        for engine in [job.pending[engine_id] for engine_id in job.engines if engine_id in job.pending]:
             silent = [rank for rank in range(engine.manifest.size) if (engine.id, rank) not in job.answered]
             ended = [rank for rank in silent if self._team.roster.has_ended("engine", engine.id, rank)]
             if ended or (silent and is_late):
@@ -235,7 +235,7 @@ class Dispatcher:
                 self._drop(job, engine, f"{describe_ranks(ended or silent)} of the engine {why}")
             elif silent:
                 is_complete = False
-        job.engines = [each for each in job.engines if each in job.pending]
+        job.engines = [engine_id for engine_id in job.engines if engine_id in job.pending]
         if not job.engines:
             self._begin_attempt(job)
         elif is_complete:
@@ -267,7 +267,7 @@ class Dispatcher:
             self._end_attempt(job)
 
     def _end_attempt(self, job: _Job) -> None:
-        for engine in [each for each in job.engines if job.attempts.get(each, 0) >= MAX_ATTEMPTS]:
+        for engine in [engine_id for engine_id in job.engines if job.attempts.get(engine_id, 0) >= MAX_ATTEMPTS]:
             if job.pending.pop(engine, None) is not None:  # it stays, and gets the next version
                 job.results[engine] = f"failed {MAX_ATTEMPTS} times: {job.failed.get(engine, '')}"
         if job.failed:
@@ -280,7 +280,7 @@ class Dispatcher:
         if job.phase == "ping":
             self._check_pings(job)
         elif job.phase == "confirm":
-            for engine in [job.pending[each] for each in job.awaited]:
+            for engine in [job.pending[engine_id] for engine_id in job.awaited]:
                 ranks = range(engine.manifest.size)
                 ended = [rank for rank in ranks if self._team.roster.has_ended("engine", engine.id, rank)]
                 if ended or time.monotonic() > job.deadline:
@@ -319,7 +319,7 @@ class Dispatcher:
         if self._job is not None or self._version is None or not self._asked:
             return
         asked, self._asked = self._asked, []
-        engines = [each for each in self._team.roster.engines() if each.id in asked]
+        engines = [engine for engine in self._team.roster.engines() if engine.id in asked]
         self._begin(self._version, engines, is_published=False)
 
     def _enter(self, job: _Job, phase: str, seconds: float) -> None:

@@ -367,7 +367,7 @@ class Receiver:
                 given = arrays | {name: arrays[first] for name, first in self._tied.items() if first in arrays}
             self._run_in_update(
                 lambda: self._installer.install(
-                    given, values, lambda found: checker.digest_target(found, rank) == digests
+                    given, values, lambda arrays: checker.digest_target(arrays, rank) == digests
                 )
             )
             return {}

@@ -254,12 +254,12 @@ class Route:
         for known, views in self._views:
             if _are_same(arrays, known):
                 return views
-        found = []
+        by_bundle = []
         for sides in self._sides:
-            each = (None if side is None else view_of(side, self._model, arrays, self._rank) for side in sides)
-            found.append([view for view in each if view is not None])
-        self._views = [*self._views[1 - MAX_VIEWED :], (dict(arrays), found)]
-        return found
+            of_sides = (None if side is None else view_of(side, self._model, arrays, self._rank) for side in sides)
+            by_bundle.append([view for view in of_sides if view is not None])
+        self._views = [*self._views[1 - MAX_VIEWED :], (dict(arrays), by_bundle)]
+        return by_bundle
 
     def close(self) -> None:
         """Close the connections."""

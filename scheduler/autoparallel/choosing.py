@@ -34,7 +34,7 @@ def choose(problem: SearchProblem, method: str | Method = "auto") -> ChosenPlan:
 def choose_fastest(problem: SearchProblem, method: str | Method = "auto") -> ChosenPlan:
     """The fastest candidate that fits the memory. Errors: see :func:`~.searching.search`."""
     if problem.compression is None:
-        evaluations = _decide(problem, method)
+        evaluations = _run_method(problem, method)
         return problem, evaluations[0], evaluations[1:]
     return _choose_codecs(problem, problem.compression, method)
 
@@ -57,8 +57,8 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
     searches, and compared with the fastest candidate without codecs.
     """
     raw = problem.changed(compression=None)
-    plain = _decide(raw, method)
-    encoded = _decide(problem, method)
+    plain = _run_method(raw, method)
+    encoded = _run_method(problem, method)
     best, best_problem = plain[0], raw
     starts = (simplify(raw, plain), simplify(problem, encoded)) if _is_auto(method) else (plain[0], encoded[0])
     for start in starts:
@@ -75,9 +75,9 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
     return best_problem, best, [plain[0], *encoded[1:]]
 
 
-def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
+def _run_method(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
     """Evaluated candidates of a method; the first one is the fastest that fits the memory."""
-    evaluations = decide(problem, _find(method)(problem), moves=_is_auto(method))
+    evaluations = decide(problem, _find_method(method)(problem), moves=_is_auto(method))
     best = evaluations[0]
     if best.short_bytes:
         raise ArgumentError(why_nothing_fits(problem))
@@ -88,7 +88,7 @@ def _is_auto(method: str | Method) -> bool:
     return isinstance(method, str) and method == "auto"
 
 
-def _find(method: str | Method) -> Method:
+def _find_method(method: str | Method) -> Method:
     if callable(method):
         return method
     if _is_auto(method):

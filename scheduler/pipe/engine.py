@@ -97,7 +97,7 @@ class PipelineEngine:
         for tie in options.ties:
             for stage in sorted(tie)[1:]:
                 self._tied_elsewhere.setdefault(stage, set()).add(tie[stage])
-        self._without_elements = torch.nn.Parameter(torch.empty(0, device=options.device))
+        self._empty_parameter = torch.nn.Parameter(torch.empty(0, device=options.device))
         self._can_split = not fsdp_stages
         hints: dict[str, Any] = {"can_split": self._can_split, "memory_limit_bytes": options.memory_limit_bytes}
         pp_rank_of_stage = engine.schedule.pp_rank_of_stage
@@ -114,7 +114,7 @@ class PipelineEngine:
         If none is trainable, there is one more, which has no elements: torch makes no optimizer without parameters.
         """
         own = [parameter for _, parameter in self.named_parameters()]
-        return own if any(item.requires_grad for item in own) else [*own, self._without_elements]
+        return own if any(item.requires_grad for item in own) else [*own, self._empty_parameter]
 
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameters as two groups for an optimizer, on every rank: plain tensors, and DTensors.

@@ -118,7 +118,7 @@ def keep_sends(rank):
         handles, kept = [], 0
         for number in range(100):
             handles.append(start_checked(mover, {"x": torch.full((4, 8), float(number))}))
-            kept = max(kept, len(mover._transfers._kept))
+            kept = max(kept, len(mover._transfers._unqueued))
         for handle in handles:
             handle.wait()
         return kept

@@ -314,9 +314,9 @@ class LosslessTransfer:
             channel = find_channel(self._channel.group, self.members)
             request = Request(self._rank, payload=report, purpose=what)
             decide = functools.partial(_gather_survivors, channel)
-            call, decision = channel.agree(request, decide, limit, fault_tolerant=True)
+            round_number, decision = channel.agree(request, decide, limit, fault_tolerant=True)
             if not decision.lost:
-                self.last_round = channel, call, decision.generation
+                self.last_round = channel, round_number, decision.generation
                 return _raise_failure(decision.payloads, self._kept)
             self.exclude([rank for rank in self.members if rank not in decision.lost])
 

@@ -146,9 +146,9 @@ def find_direct(plan: Plan, program: RankProgram) -> DirectProgram | None:
         return None
     if sum(op.nbytes for op in every) > DIRECT_BYTES:
         return None
-    found = [_find_operation(plan, program, op) for op in every]
-    operations = [item for item in found if item is not None]
-    if len(operations) < len(found):
+    candidates = [_find_operation(plan, program, op) for op in every]
+    operations = [item for item in candidates if item is not None]
+    if len(operations) < len(candidates):
         return None
     recvs = [item for item in operations if item.is_recv]
     return DirectProgram(program.rank, recvs, [item for item in operations if not item.is_recv])

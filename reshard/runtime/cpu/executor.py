@@ -283,13 +283,13 @@ class _Execution:
             boxes = self.staging.tabulate(op, self.dst, "dst")
             work = self.shared.recv(boxes, self.dst, op.sender, self.tag)
         else:
-            found = [self.find_bytes(op, part, "dst") for part in op.parts]
-            if any(part is None for part in found):
+            views = [self.find_bytes(op, part, "dst") for part in op.parts]
+            if any(part is None for part in views):
                 slot = queue.pool.take()
                 if slot is None:
                     return False
                 self.slot_of[index] = slot
-            work = self.start_recv(op, _fill(found, op.parts, slot))
+            work = self.start_recv(op, _fill(views, op.parts, slot))
         queue.posted.append((op, work, slot))
         queue.next += 1
         return True
@@ -370,16 +370,16 @@ class _Execution:
         self, queue: Queue, op: Send, arrays: Sequence[torch.Tensor | None], side: str
     ) -> tuple[list[torch.Tensor], torch.Tensor | None] | None:
         """The buffers of a send, and the slot that it takes for them. None if no slot is free."""
-        found = [self.find_bytes(op, part, side) for part in op.parts]
+        views = [self.find_bytes(op, part, side) for part in op.parts]
         slot, held = None, None if op.forwards is None else self.slot_of.get(op.forwards)
-        if held is None and any(part is None for part in found):
+        if held is None and any(part is None for part in views):
             slot = queue.pool.take()
             if slot is None:
                 return None
-            for part, direct in zip(op.parts, found, strict=True):
+            for part, direct in zip(op.parts, views, strict=True):
                 if direct is None:
                     self.staging.pack(op, part, arrays, side, slot[part.bytes])
-        return _fill(found, op.parts, slot if held is None else held), slot
+        return _fill(views, op.parts, slot if held is None else held), slot
 
     def finish_send(self, queue: Queue, op: Send, slot: torch.Tensor | None) -> None:
         if slot is not None:
@@ -399,9 +399,9 @@ class _Execution:
         wait_for(work, self.deadline, self.check, self.program.rank, peer, what)
 
 
-def _fill(found: Sequence[torch.Tensor | None], parts: Sequence[Part], slot: torch.Tensor | None) -> list[torch.Tensor]:
+def _fill(views: Sequence[torch.Tensor | None], parts: Sequence[Part], slot: torch.Tensor | None) -> list[torch.Tensor]:
     """The buffers of a message: bytes of arrays where they are contiguous, else the part of its staging slot."""
-    return [slot[part.bytes] if each is None else each for each, part in zip(found, parts, strict=True)]  # type: ignore[index]
+    return [slot[part.bytes] if view is None else view for view, part in zip(views, parts, strict=True)]  # type: ignore[index]
 
 
 def _flatten(arrays: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -43,11 +43,11 @@ def is_copy_of(target: torch.Tensor, source: torch.Tensor | CastSource) -> bool:
     """Whether a target equals its source. After a cast, any two NaNs count as equal: torch's kernels differ there."""
     if not isinstance(source, CastSource):
         return digest_of([target]) == digest_of([source])
-    found, wanted = target.view(source.dtype), source.array.to(source.dtype)
+    actual, expected = target.view(source.dtype), source.array.to(source.dtype)
     if source.dtype.is_floating_point:
-        found, wanted = found.float(), wanted.float()
-        return bool(((found == wanted) | (found.isnan() & wanted.isnan())).all())
-    return digest_of([found]) == digest_of([wanted])
+        actual, expected = actual.float(), expected.float()
+        return bool(((actual == expected) | (actual.isnan() & expected.isnan())).all())
+    return digest_of([actual]) == digest_of([expected])
 
 
 def find_fault(plan: Plan, sent: Mapping[int, int], received: Mapping[int, int]) -> str | None:
@@ -120,7 +120,7 @@ class Replicas:
 
     def digest(self, rank: int, src: Sequence[torch.Tensor | CastSource | None]) -> list[int]:
         """The digest of each entry of a rank, taken from its source shards."""
-        found = []
+        digests = []
         for entry in self.entries_of(rank).tolist():
             shards, tile = self.plan.tensors[self.tensor[entry]].src_shards, self.tile[entry]
             first = shards.local[tile, self.replica[entry]]
@@ -130,8 +130,8 @@ class Replicas:
             if isinstance(array, CastSource):
                 array = array.array
             at = (*map(slice, first.tolist(), last.tolist()), ...)  # an encoded array has one more dim, of bytes
-            found.append(digest_of([array[at]]))
-        return found
+            digests.append(digest_of([array[at]]))
+        return digests
 
     def find_fault(self, digests: Mapping[int, Sequence[int]]) -> str | None:
         """Describe the first tile of which two ranks hold different elements; None if there is none.
@@ -184,8 +184,8 @@ class Hops:
     def pack(self, rank: int, digests: Digests) -> torch.Tensor:
         """The digests of a rank as one array, int64 of shape ``(sent + received + replicas,)``."""
         sent, received = (self.ident[rows].tolist() for rows in self.rows_of(rank))
-        found = [digests.sent[i] for i in sent] + [digests.received[i] for i in received] + digests.replicas
-        return torch.from_numpy(np.array(found, dtype=np.uint64).view(np.int64))
+        values = [digests.sent[i] for i in sent] + [digests.received[i] for i in received] + digests.replicas
+        return torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64))
 
     def count(self, rank: int) -> int:
         """Number of digests that a rank packs."""

@@ -70,7 +70,29 @@ def _in_thread(index: int) -> Iterator[None]:
         yield
 
 
-class NcclExchange:
+class _OnCommunicator:
+    """What ends with the communicator that it uses."""
+
+    _communicator: Communicator
+
+    def begin_abort(self) -> None:
+        """As :meth:`abort`, but do not wait until the device has cancelled them."""
+        self._communicator.begin_abort()
+
+    def abort(self) -> None:
+        """Cancel all operations in progress. Those on the other ranks end soon after."""
+        self._communicator.abort()
+
+    def begin_close(self) -> None:
+        """As :meth:`close`, but do not wait for operations under way."""
+        self._communicator.begin_close()
+
+    def close(self) -> None:
+        """Destroy the communicator."""
+        self._communicator.close()
+
+
+class NcclExchange(_OnCommunicator):
     """Posts the messages and broadcasts of a round as one NCCL group on the current stream.
 
     Args:
@@ -146,24 +168,8 @@ class NcclExchange:
         """The reason why the communicator failed; None if it works."""
         return self._communicator.find_error()
 
-    def begin_abort(self) -> None:
-        """As :meth:`abort`, but do not wait until the device has cancelled them."""
-        self._communicator.begin_abort()
 
-    def abort(self) -> None:
-        """Cancel all operations in progress. Those on the other ranks end soon after."""
-        self._communicator.abort()
-
-    def begin_close(self) -> None:
-        """As :meth:`close`, but do not wait for operations under way."""
-        self._communicator.begin_close()
-
-    def close(self) -> None:
-        """Destroy the communicator."""
-        self._communicator.close()
-
-
-class NcclCollectives:
+class NcclCollectives(_OnCommunicator):
     """All-reduce and broadcast, with the interface that a ``torch.distributed`` backend has for them."""
 
     def __init__(self, communicator: Communicator, device: torch.device) -> None:
@@ -213,22 +219,6 @@ class NcclCollectives:
             event = torch.cuda.Event()
             event.record()
         return CollectiveWork(self._communicator, event)
-
-    def begin_abort(self) -> None:
-        """As :meth:`abort`, but do not wait until the device has cancelled them."""
-        self._communicator.begin_abort()
-
-    def abort(self) -> None:
-        """Cancel all operations in progress. Those on the other ranks end soon after."""
-        self._communicator.abort()
-
-    def begin_close(self) -> None:
-        """As :meth:`close`, but do not wait for operations under way."""
-        self._communicator.begin_close()
-
-    def close(self) -> None:
-        """Destroy the communicator."""
-        self._communicator.close()
 
 
 _REDUCTIONS = [(getattr(dist.ReduceOp, name.upper()), name) for name in REDUCTIONS]

@@ -99,10 +99,10 @@ class Split(_Rule):
         for name, filled in match_names(self.source, made):
             names = _fill_wanted(self, self.targets, filled, wanted)
             whole, at = made.pop(name), 0
-            _check_dim(self, self.dim, whole.shape, *(wanted[each] for each in names))
-            for each in names:
-                size = wanted[each][self.dim]
-                _put(made, each, whole.cut(self.dim, range(at, at + size)), self)
+            _check_dim(self, self.dim, whole.shape, *(wanted[part] for part in names))
+            for part in names:
+                size = wanted[part][self.dim]
+                _put(made, part, whole.cut(self.dim, range(at, at + size)), self)
                 at += size
             if at != whole.shape[self.dim]:
                 raise ArgumentError(
@@ -312,7 +312,7 @@ class GroupHeads(_Rule):
                 raise ArgumentError(f"{self} lacks {', '.join(map(repr, missing))}")
             tensors = [made.pop(name) for name in names]
             sizes = [
-                _group_size(self, self.groups, name, each.shape) for name, each in zip(names, tensors, strict=True)
+                _group_size(self, self.groups, name, tensor.shape) for name, tensor in zip(names, tensors, strict=True)
             ]
             runs = [
                 tensor.cut(0, range(group * size, (group + 1) * size))
@@ -342,14 +342,14 @@ class UngroupHeads(_Rule):
         for name, filled in match_names(self.source, made):
             names = _fill_wanted(self, self.targets, filled, wanted)
             whole, at = made.pop(name), 0
-            sizes = [_group_size(self, self.groups, each, wanted[each]) for each in names]
+            sizes = [_group_size(self, self.groups, part, wanted[part]) for part in names]
             rows = whole.shape[0] if whole.shape else 0
             if rows != sum(sizes) * self.groups:
                 raise ArgumentError(f"{self}: {name!r} has {rows} rows, and its parts have {sum(sizes) * self.groups}")
-            for each, size in zip(names, sizes, strict=True):
+            for part, size in zip(names, sizes, strict=True):
                 begins = range(at, rows, sum(sizes))
                 runs = [whole.cut(0, range(begin, begin + size)) for begin in begins]
-                _put(made, each, join_tensors(runs, 0, str(self)), self)
+                _put(made, part, join_tensors(runs, 0, str(self)), self)
                 at += size
 
 

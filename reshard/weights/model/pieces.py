@@ -79,7 +79,7 @@ def _overlap(box: Box, region: Region) -> Region:
 
 @functools.lru_cache(maxsize=8192)
 def _held(held: Held, region: Region, dims: tuple[int, ...]) -> Held:
-    found = []
+    overlapping = []
     for rank, boxes in held:
         overlaps = [_overlap(box, region) for box in boxes]
         inside = [
@@ -88,8 +88,8 @@ def _held(held: Held, region: Region, dims: tuple[int, ...]) -> Held:
             if all(kept)
         ]
         if inside:
-            found.append((rank, tuple(inside)))
-    return tuple(found)
+            overlapping.append((rank, tuple(inside)))
+    return tuple(overlapping)
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _cut_to_views(piece: Piece, source: Entry, target: Entry) -> list[Piece]:
         size = piece.shape[number]
         edges_of_piece = [0, *sorted(cut for cut in cuts if 0 < cut < size), size]
         parts = [
-            each.slice(number, range(begin, end)) for each in parts for begin, end in itertools.pairwise(edges_of_piece)
+            part.slice(number, range(begin, end)) for part in parts for begin, end in itertools.pairwise(edges_of_piece)
         ]
     return parts
 

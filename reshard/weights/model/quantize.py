@@ -215,18 +215,18 @@ def _check(rule: Quantize, name: str, entry: Entry) -> None:
 def _scale_boxes(boxes: Sequence[Box], block: tuple[int, int], name: str) -> tuple[Box, ...]:
     """The regions of the scales that belong to regions of a tensor that a rank joins: each block once."""
     dim = join_dim(boxes)
-    found: list[Box] = []
+    scale_boxes: list[Box] = []
     for box in boxes:
         sizes = (*(1,) * (len(box) - 2), *block)
         scales = [(lo // size, -(-hi // size)) for (lo, hi), size in zip(box, sizes, strict=True)]
-        if found:
+        if scale_boxes:
             lo, hi = scales[dim]
-            if lo < found[-1][dim][0]:
+            if lo < scale_boxes[-1][dim][0]:
                 raise ArgumentError(f"{name!r} cannot be quantized: a rank joins its regions in another order")
-            scales[dim] = max(lo, found[-1][dim][1]), hi
+            scales[dim] = max(lo, scale_boxes[-1][dim][1]), hi
         if scales[dim][0] < scales[dim][1]:
-            found.append(tuple(scales))
-    return tuple(found)
+            scale_boxes.append(tuple(scales))
+    return tuple(scale_boxes)
 
 
 def _scales_of(entry: Entry, block: tuple[int, int], name: str) -> Entry:

@@ -55,8 +55,12 @@ class Checker:
 
     def __init__(self, source: Manifest, target: Manifest, pieces: Sequence[Piece]) -> None:
         self._pieces, self._source, self._target = pieces, source, target
-        self._sources = [cut_held(each.source.held(source.entries[each.source.name]), each.shape) for each in pieces]
-        self._targets = [cut_held(each.target.held(target.entries[each.target.name]), each.shape) for each in pieces]
+        self._sources = [
+            cut_held(piece.source.held(source.entries[piece.source.name]), piece.shape) for piece in pieces
+        ]
+        self._targets = [
+            cut_held(piece.target.held(target.entries[piece.target.name]), piece.shape) for piece in pieces
+        ]
         self._regions: dict[tuple[bool, int], list[list[_Region]]] = {}
         self._located: OrderedDict[Any, list[tuple[int, Located]]] = OrderedDict()
         #: Number of the first region of each piece; the last entry is the number of regions.
@@ -218,8 +222,8 @@ class Checker:
 
 def add_all(digests: Sequence[Digests]) -> Digests:
     """The digests of a whole model from those of its ranks."""
-    arrays = [_to_arrays(each) for each in digests]
-    numbers, where = np.unique(np.concatenate([each for each, _ in arrays]), return_inverse=True)
+    arrays = [_to_arrays(of_rank) for of_rank in digests]
+    numbers, where = np.unique(np.concatenate([names for names, _ in arrays]), return_inverse=True)
     sums = add_digests(np.concatenate([values for _, values in arrays]), where, len(numbers))
     return [numbers.tolist(), sums.tolist()]
 

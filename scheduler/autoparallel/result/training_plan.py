@@ -23,14 +23,15 @@ class TrainingPlan(TrainingPlanRecord):
         method: the method that found it.
         stages: the stages, in order.
         layer_names: for each stage, the names of its layers.
-        num_microbatches, num_samples: of a step. schedule_text: the schedule, as
-            :func:`reshard.scheduler.parse_schedule` reads.
+        num_microbatches, num_samples: of a step.
+        schedule_text: the schedule, as :func:`reshard.scheduler.parse_schedule` reads it.
         seconds: predicted seconds of a step, with the sums of gradients.
         bound_seconds: no plan of this model and profile on all devices is faster; with ``is_bound_of_parts``, no plan
             on any part of the devices that ``auto`` considers.
         is_guess: whether the profile is an estimate.
         graph_hash, profile_hash, cluster_hash: what it was made for.
-        reports, edges: details of each stage and edge. alternatives: other candidates, fastest first.
+        reports, edges: details of each stage and edge.
+        alternatives: other candidates, fastest first.
         wider_links_seconds: predicted seconds with the same schedule if links were 10 % faster.
         hosts: host, first rank and end of each host.
         grid_refusals: layers that cannot be on a grid of :mod:`reshard.parallel`, and why: the first of each class.

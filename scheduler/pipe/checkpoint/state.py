@@ -100,8 +100,10 @@ def check_objects(state: TrainingState, method: str) -> None:
     if not isinstance(getattr(state.optimizer, "param_groups", None), list):
         raise ArgumentError(f"optimizer is {type(state.optimizer).__name__}, which has no param_groups")
     modules = state.modules.values()
-    own = {id(part) for module in modules for each in named_state(module)[0] for part in each.parameters}
-    optimized = [each for group in state.optimizer.param_groups for each in group["params"] if each.numel()]
+    own = {id(part) for module in modules for entry in named_state(module)[0] for part in entry.parameters}
+    optimized = [
+        parameter for group in state.optimizer.param_groups for parameter in group["params"] if parameter.numel()
+    ]
     foreign = [item for item in optimized if id(item) not in own]
     if foreign:
         raise ArgumentError(

@@ -80,7 +80,7 @@ def _find_shared(model: torch.nn.Module) -> set[int]:
     """Ids of the parameters that several modules hold. They live until the last of these is initialized."""
     count: dict[int, int] = {}
     for module in model.modules():
-        for tensor in (each for held in torch_compat.held_tensors(module) for each in held.values()):
+        for tensor in (value for held in torch_compat.held_tensors(module) for value in held.values()):
             if tensor is not None:
                 count[id(tensor)] = count.get(id(tensor), 0) + 1
     return {key for key, times in count.items() if times > 1}
