@@ -64,10 +64,10 @@ def write_topology(out: Path, topology_file: Path | None, rate: str, log: Callab
             f"all {len(topology.host_of_rank)} ranks are on one host ({socket.gethostname()}), so there is no link "
             "between hosts to measure; start the job on several hosts"
         )
-    found = _measure(rank, topology)
+    links = _measure(rank, topology)
     if rank == 0:
-        out.write_text(json.dumps(topology_to_json(found), indent=1) + "\n")
-        log(f"{len(found.host_of_rank)} ranks on {found.num_hosts} hosts; wrote the topology to {out}")
+        out.write_text(json.dumps(topology_to_json(links), indent=1) + "\n")
+        log(f"{len(links.host_of_rank)} ranks on {links.num_hosts} hosts; wrote the topology to {out}")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -155,9 +155,9 @@ def run(options: argparse.Namespace) -> int:
             encode, measured, decode, add = time_codec(codec, dtype)
             numpy = time_reference(codec) if dtype is torch.float32 else None
             table.add(f"{name:14} {str(dtype).removeprefix('torch.')}", encode, measured, decode, add, numpy)
-            least = TARGETS.get(name, (0.0, 0.0)) if dtype is torch.float32 else (0.0, 0.0)
-            if encode < least[0] or decode < least[1]:
-                missed.append(f"{name} encodes {encode:.1f} and decodes {decode:.1f} GB/s; targets {least}")
+            min_rates = TARGETS.get(name, (0.0, 0.0)) if dtype is torch.float32 else (0.0, 0.0)
+            if encode < min_rates[0] or decode < min_rates[1]:
+                missed.append(f"{name} encodes {encode:.1f} and decodes {decode:.1f} GB/s; targets {min_rates}")
     table = Table({"GB/s of bf16 values": "<24", "encode": ">.1f", "decode": ">.1f", "times smaller": ">.2f"})
     for name in LOSSLESS_CODECS:
         encode, decode, ratio = time_lossless(name)

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         shape = GridShape.parse(text)
         formula = [4 * item for item in received_per_rank(shape, sizes, options.tokens)]
         counted = measure(shape, options.tokens, options.hidden, options.steps)
-        ratio = max((a / b for a, b in zip(counted, formula, strict=True)), key=lambda each: abs(each - 1))
+        ratio = max((a / b for a, b in zip(counted, formula, strict=True)), key=lambda ratio: abs(ratio - 1))
         worst = max(worst, abs(ratio - 1))
         table.add(str(shape), shape.size, max(formula), max(counted), ratio)
     return int(worst > TOLERANCE)

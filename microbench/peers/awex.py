@@ -35,8 +35,8 @@ def _modules() -> tuple[Any, Any, Any, Any]:
         sys.modules["awex"] = package
     importlib.import_module("awex.logging").setLevel("WARNING")
     names = ("meta.weight_meta", "sharding.param_sharding", "transfer.nccl_comm", "transfer.transfer_plan")
-    found = [importlib.import_module(f"awex.{name}") for name in names]
-    return found[0], found[1], found[2], found[3]
+    modules = [importlib.import_module(f"awex.{name}") for name in names]
+    return modules[0], modules[1], modules[2], modules[3]
 
 
 class Awex:
@@ -68,7 +68,7 @@ class Awex:
 
         plan = plans.TransferPlan(inter_operations={peer(n): ops for n, ops in plan.inter_operations.items()})
         held = sources if self._sends else outs
-        tensors = {_name_of(spec, i): each for i, (spec, each) in enumerate(zip(specs, held, strict=True))}
+        tensors = {_name_of(spec, i): tensor for i, (spec, tensor) in enumerate(zip(specs, held, strict=True))}
         with torch.no_grad():
             if self._sends:
                 self._ops, _, _ = self._comm.nccl_build_send_ops(tensors, plan, None, -1)

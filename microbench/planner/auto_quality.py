@@ -69,8 +69,8 @@ def _unequal(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
         rates = [chance.choice((10, 25, 40, 100)) * _GBIT for _ in range(2)]
         return Port(*rates) if is_split else Port.of(rates[0])
 
-    is_split, most = chance.random() < 0.5, chance.choice((1, 1, 2))
-    hosts = tuple(Host(tuple(port() for _ in range(chance.randint(1, most)))) for _ in range(num_hosts))
+    is_split, max_axes = chance.random() < 0.5, chance.choice((1, 1, 2))
+    hosts = tuple(Host(tuple(port() for _ in range(chance.randint(1, max_axes)))) for _ in range(num_hosts))
     topology = Topology(tuple(rank // devices for rank in range(num_ranks)), hosts)
     return _with_costs(chance, topology), devices
 
@@ -114,8 +114,11 @@ def random_pair(seed: int, number: int, max_ranks: int = MAX_RANKS) -> tuple[str
     chance = random.Random(f"{seed}/{number}")
     network = list(NETWORKS)[number % len(NETWORKS)]
     is_in_place = chance.random() < 0.25
-    most = max_ranks if is_in_place else max_ranks // 2
-    counts = [min(2 ** chance.randint(0, most.bit_length() - 1) * chance.choice((1, 1, 1, 3)), most) for _ in range(2)]
+    max_side_ranks = max_ranks if is_in_place else max_ranks // 2
+    counts = [
+        min(2 ** chance.randint(0, max_side_ranks.bit_length() - 1) * chance.choice((1, 1, 1, 3)), max_side_ranks)
+        for _ in range(2)
+    ]
     first = 0 if is_in_place else counts[0]
     if is_in_place and chance.random() < 0.5:
         first = chance.randint(0, counts[0])  # meshes that overlap
@@ -165,9 +168,9 @@ def measure(network: str, spec: TensorSpec, topology: Topology, rivals: bool = T
     problem = PlanProblem.of([spec], topology) if rivals else None
     for name, strategy in {AUTO: None, **(CANDIDATES if rivals else {})}.items():
         if problem is not None and name.endswith("gather"):  # planning one among many receivers would take minutes
-            least = Floors(problem).of_gathers((problem.receivers != NO_RANK).sum(axis=1))
-            if least > record[AUTO][0]:
-                record[name] = [least, 0, 0.0, 0.0]
+            floor = Floors(problem).of_gathers((problem.receivers != NO_RANK).sum(axis=1))
+            if floor > record[AUTO][0]:
+                record[name] = [floor, 0, 0.0, 0.0]
                 continue
         fresh = TensorSpec(spec.shape, spec.dtype, spec.src, spec.dst)  # without cached unit tasks
         begun = time.process_time()
@@ -178,9 +181,9 @@ def measure(network: str, spec: TensorSpec, topology: Topology, rivals: bool = T
             continue
         taken = time.process_time() - begun
         if name != AUTO and problem is not None:
-            least = floor_of_transfers(problem, plan.transfers)
-            if least > record[AUTO][0]:
-                record[name] = [least, plan.num_messages, taken, 0.0]
+            floor = floor_of_transfers(problem, plan.transfers)
+            if floor > record[AUTO][0]:
+                record[name] = [floor, plan.num_messages, taken, 0.0]
                 continue
         begun = time.process_time()
         record[name] = [simulate(plan).makespan_seconds, plan.num_messages, taken, time.process_time() - begun]

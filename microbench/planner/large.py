@@ -85,8 +85,8 @@ def _model(
 ) -> tuple[list[TensorSpec], Topology]:
     """Weights of Llama from FSDP, over all ranks of a pipeline stage, to tensor parallelism of 8 x data parallelism."""
     dst = Mesh.of((num_dst // 8, 8), first_rank=0 if is_same else num_src)
-    each = num_src // num_stages
-    stages = [Mesh.of((each // 8, 8), first_rank=stage * each) for stage in range(num_stages)]
+    ranks_per_stage = num_src // num_stages
+    stages = [Mesh.of((ranks_per_stage // 8, 8), first_rank=stage * ranks_per_stage) for stage in range(num_stages)]
     src = [{ndim: Layout(mesh, "S01" + " R" * (ndim - 1)) for ndim in (1, 2)} for mesh in stages]
     layouts = {spec: Layout(dst, spec) for spec in ("S1 R", "R S1", "R")}
     tensors = [

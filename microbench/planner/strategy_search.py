@@ -110,8 +110,8 @@ def print_table(title: str, results: Sequence[dict[str, float]]) -> None:
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
         missing = len(results) - len(ratios)
         worst = max(ratios, default=math.nan)
-        least = min(ratios, default=math.nan)
-        print_line(f"  {name:32} mean {mean:6.3f}  worst {worst:6.3f}  least {least:6.3f}  nothing fits {missing}")
+        min_ratio = min(ratios, default=math.nan)
+        print_line(f"  {name:32} mean {mean:6.3f}  worst {worst:6.3f}  least {min_ratio:6.3f}  nothing fits {missing}")
 
 
 def random_problem(seed: int) -> tuple[str, SearchProblem]:

@@ -100,12 +100,12 @@ def run_case(model: Model, kind: str) -> tuple[float, float]:
         for stages in track([*divisions(problem)], title):
             _, training_plan = make_by_hand(problem, devices, stages, MICROBATCHES, thorough=True)
             measured.append((seconds_of(training_plan, REPEATS), training_plan))
-        measured.sort(key=lambda each: each[0])
+        measured.sort(key=lambda division: division[0])
         pipeline = make_pipeline(true, alpa.stages)  # blocking transfers stop the compute stream
         schedules = {"alpa": block_transfers(one_f_one_b(pipeline, MICROBATCHES), pipeline)}
         slow = statistics.median(measure(cluster, true, alpa.stages, schedules, plain)[0]["alpa"])
         final = [(seconds_of(item, FINAL_REPEATS), item) for item in (chosen, *(s for _, s in measured[:NUM_FINAL]))]
-    took, (best, training_plan) = final[0][0], min(final, key=lambda each: each[0])
+    took, (best, training_plan) = final[0][0], min(final, key=lambda division: division[0])
     print_line(
         f"{title}: {len(measured)} divisions, {measured[0][0]:.3f} to {measured[-1][0]:.3f} s; "
         f"choice {describe(chosen)} predicted {chosen.seconds:.3f} s, takes {took:.3f} s; "

@@ -123,10 +123,10 @@ def show_losses(losses: Mapping[str, list[float]]) -> None:
     for name, values in losses.items():
         differences = [loss - raw for loss, raw in zip(values, losses[RAW], strict=True)]
         error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
-        each = " ".join(f"{difference:+.4f}" for difference in differences)
+        listed = " ".join(f"{difference:+.4f}" for difference in differences)
         print_line(
             f"{name:16} held-out {statistics.fmean(values):.4f}  difference {statistics.fmean(differences):+.4f} "
-            f"+- {error:.4f}  ({each})"
+            f"+- {error:.4f}  ({listed})"
         )
 
 

@@ -74,9 +74,9 @@ def _call_without_sharing(method: Callable[[], object]) -> None:
 def measure(rank: int, repeats: int, scale: int) -> dict[str, Any]:
     """Calibrate, and time all methods on this rank."""
     one_host = Topology((0,) * NUM_RANKS)
-    found: list[Any] = [measured_topology(one_host, measure_links(rank, lambda value: None, one_host))]
-    dist.broadcast_object_list(found, 0)
-    topology: Topology = found[0]
+    topologies: list[Any] = [measured_topology(one_host, measure_links(rank, lambda value: None, one_host))]
+    dist.broadcast_object_list(topologies, 0)
+    topology: Topology = topologies[0]
     specs, sources, outs = make_specs(scale), [], []
     for spec in specs:
         is_source = rank in spec.src.ranks

@@ -120,7 +120,7 @@ def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topol
     models: dict[str, Weights] = {}
     sides: dict[str, Publication] = {}
     is_trainer, group = rank < NUM_TRAINERS, make_group(rank, 4)
-    for name in ("raw", "auto", *(each for each in known_formats() if each != "raw")):
+    for name in ("raw", "auto", *(known for known in known_formats() if known != "raw")):
         cut = {item: value.tensor_split(4)[rank] if is_trainer else value for item, value in runs[0][0].items()}
         models[name] = {item: torch.zeros_like(value) for item, value in cut.items()}
         options: dict[str, Any] = {"name": name, "topology": topology}
@@ -222,10 +222,10 @@ def print_parts(runs: list[list[Weights]], rates: Sequence[str]) -> None:
                 encode, decode, nbytes, formats = time_parts(old, new, choice)
                 auto = encode + nbytes / link + decode
             best = min(seconds, key=seconds.__getitem__)
-            most = ", ".join(f"{name} {n / plain:.0%}" for name, n in formats.items() if n > 0.02 * plain)
+            used = ", ".join(f"{name} {n / plain:.0%}" for name, n in formats.items() if n > 0.02 * plain)
             print_line(
                 f"{rate:10} {share_of_changes(old, new):6.1%}  auto {1e3 * auto:8.2f} ms  / {best} "
-                f"{auto / seconds[best]:.3f}  / raw {auto / seconds['raw']:.3f}  ({most})  "
+                f"{auto / seconds[best]:.3f}  / raw {auto / seconds['raw']:.3f}  ({used})  "
                 + "  ".join(
                     f"{name} {1e3 * value:.1f} ms" + (f" 1/{plain / fixed[name][2]:.1f}" if name in fixed else "")
                     for name, value in seconds.items()

@@ -99,7 +99,7 @@ def _find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
         seconds, busy = bound_in_pods(of_hosts, hosts, pods, topology.pods)
         ports = tuple(f"host {place} out" if kind == "host" else f"pod {place} {kind}" for kind, place in busy)
         of_both = Bound(seconds, _format_busy_links(seconds, busy, hosts, topology.pods), ports)
-        bound = max(bound, of_pods, of_both, key=lambda found: round(found.seconds, 12))
+        bound = max(bound, of_pods, of_both, key=lambda candidate: round(candidate.seconds, 12))
     seconds, reason = bound_inside(tensors, topology)
     return Bound(seconds, reason) if seconds > bound.seconds else bound
 

@@ -84,11 +84,11 @@ def _check_form(plan: Plan) -> None:
     transfers = plan.transfers
     num, num_boxes, num_regions = len(transfers), len(transfers.box_tensor), len(transfers.box_at) - 1
     shape = transfers.box_start.shape
-    least = max(spec.ndim for spec in plan.tensors) if num_boxes else 0
+    min_ndim = max(spec.ndim for spec in plan.tensors) if num_boxes else 0
     if isinstance(plan.staging_bytes, bool) or not isinstance(plan.staging_bytes, int):
         raise PlanError(f"staging_bytes must be an integer, not {brief(plan.staging_bytes)}")
-    if len(shape) != 2 or shape[0] != num_boxes or shape[1] < least or transfers.box_stop.shape != shape:
-        raise PlanError(f"box_start and box_stop must both be {num_boxes} x {least}, one row per box")
+    if len(shape) != 2 or shape[0] != num_boxes or shape[1] < min_ndim or transfers.box_stop.shape != shape:
+        raise PlanError(f"box_start and box_stop must both be {num_boxes} x {min_ndim}, one row per box")
     if transfers.splits.shape != (num, shape[1]) or (transfers.splits < 1).any():
         raise PlanError(f"splits must be {num} x {shape[1]} numbers of at least 1, one row per transfer")
     for name, count, total, fewest in (

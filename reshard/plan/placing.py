@@ -125,8 +125,8 @@ def _join_columns(
         sides.setdefault((a, side[0]), []).append((frames[b].centre[1], arrow, 0))
         sides.setdefault((b, side[1]), []).append((frames[a].centre[1] + (0.1 if a == b else 0), arrow, 1))
     nbytes = traffic.nbytes.astype(float)
-    most = max((sum(nbytes[arrow] for _, arrow, _ in ends) for ends in sides.values()), default=1.0)
-    scale = min((frames[0].height - 6) / most, _WIDEST / max(nbytes.max(initial=1.0), 1.0))
+    max_bytes = max((sum(nbytes[arrow] for _, arrow, _ in ends) for ends in sides.values()), default=1.0)
+    scale = min((frames[0].height - 6) / max_bytes, _WIDEST / max(nbytes.max(initial=1.0), 1.0))
     widths = [max(float(value) * scale, _THINNEST) for value in nbytes]
     at: dict[tuple[int, int], float] = {}
     for (box, _), ends in sides.items():

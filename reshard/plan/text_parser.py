@@ -188,14 +188,14 @@ class TransferRow:
 def _parse_transfer(match: re.Match[str], tensors: Sequence[TensorSpec]) -> TransferRow:
     boxes: list[tuple[int, Box]] = []
     for part in match[2].split(" + "):
-        found = _BOX.fullmatch(part)
-        if found is None:
+        parsed = _BOX.fullmatch(part)
+        if parsed is None:
             raise PlanError(f"{part[:80]!r} is not a box such as t0 [0:4, 0:1]")
-        tensor = int(found[1])
+        tensor = int(parsed[1])
         if tensor >= len(tensors):
             raise PlanError(f"box {part} names tensor {tensor}, but there are {len(tensors)}")
         bounds = []
-        for pair in found[2].split(",") if found[2].strip() else []:
+        for pair in parsed[2].split(",") if parsed[2].strip() else []:
             lo, colon, hi = pair.strip().partition(":")
             if not colon:
                 raise PlanError(f"{pair!r} is not start:stop")

@@ -54,8 +54,10 @@ def format_plan(plan: Plan, max_transfers: int | None = None) -> str:
         if spec.encoded_because:
             lines.append(f"# tensor {number} is encoded: {spec.encoded_because}")
         if spec.coding is not None:
-            most = _code_bytes(spec)
-            lines.append(f"# tensor {number}: encoded shards take up to {most} bytes of a rank beyond staging_bytes")
+            encoded_bytes = _code_bytes(spec)
+            lines.append(
+                f"# tensor {number}: encoded shards take up to {encoded_bytes} bytes of a rank beyond staging_bytes"
+            )
     if plan.is_listed:
         lines.extend(format_transfer(plan, i) for i in range(len(plan.transfers))[:max_transfers])
     else:

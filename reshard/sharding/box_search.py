@@ -141,13 +141,13 @@ class _Bins:
         self.bin_of_point = number[self.bin_of_point[points]]
         self._renumber(number[self.bin[boxes]])
 
-    def separate(self, least: int) -> None:
+    def separate(self, min_size: int) -> None:
         """Split bins wherever no box straddles the cut, and drop bins of fewer than ``least`` boxes."""
         for _ in range(_PASSES):
             before = len(self.box), len(self.size)
             for dim in range(self.start.shape[1]):
                 self._cut(dim)
-                self.keep(self.size >= least)
+                self.keep(self.size >= min_size)
             if (len(self.box), len(self.size)) == before or not len(self.box):
                 return
 

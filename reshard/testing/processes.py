@@ -111,9 +111,9 @@ def run_processes(
 
     def describe_exit(rank: int) -> str:
         processes[rank].join(1.0)
-        code = processes[rank].exitcode
-        killed_by = f" ({signal.strsignal(-code)})" if code is not None and code < 0 else ""
-        return f"exit code {code}{killed_by}"
+        exit_code = processes[rank].exitcode
+        killed_by = f" ({signal.strsignal(-exit_code)})" if exit_code is not None and exit_code < 0 else ""
+        return f"exit code {exit_code}{killed_by}"
 
     join_seconds = 0.2
     try:

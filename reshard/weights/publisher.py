@@ -151,7 +151,7 @@ class Publisher:
 
         with self._team.closing_on_error():
             states = run_collectively(self._team.group, describe, "describes the trainer", AGREE_SECONDS)
-            manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the trainer")
+            manifest = merge_states({rank: state["state"] for rank, state in states.items()}, "the trainer")
             self._quantizer = Quantizer(quantize, manifest) if quantize else None
             self._manifest = manifest if self._quantizer is None else self._quantizer.manifest
             self._snapshot = Snapshot(

@@ -260,7 +260,7 @@ class Receiver:
             self._pieces = match(trainer, target, "the engine")
             self._checker, self._tied = Checker(trainer, target, self._pieces), target.tied
             targets = roster.targets(trainer, message["engines"])
-            pieces = [match(trainer, each, key) for key, each in targets.items()]
+            pieces = [match(trainer, manifest, key) for key, manifest in targets.items()]
             source = trainer
             if "holder" in message:
                 source = roster.member("engine", message["holder"]).manifest.resolve(trainer)
@@ -323,7 +323,7 @@ class Receiver:
             targets = self._team.roster.targets(trainer, message["engines"])
             source = self._manifest.resolve(trainer)
             held = match(trainer, source, "the engine")
-            pieces = [compose(held, match(trainer, each, key)) for key, each in targets.items()]
+            pieces = [compose(held, match(trainer, manifest, key)) for key, manifest in targets.items()]
             store = dist.PrefixStore(f"routes/{message['route']}", self._team.raw)
             route = Route(store, source, list(targets.values()), pieces, 0, self._team.rank, self._options)
             try:

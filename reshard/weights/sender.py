@@ -187,12 +187,12 @@ class Sender:
 
     def _note_transfer(self, message: Message, reports: Mapping[int, Any], plain: int) -> dict[str, Any]:
         """Learn the rate of the link from a transfer; returns the entries of the report of the version."""
-        way = message["route"], message["encoded"]
+        route_and_format = message["route"], message["encoded"]
         seconds, nbytes = (max(report[name] for report in reports.values()) for name in ("seconds", "nbytes"))
         if message["encoded"]:
             self._choice.note(any(name != "raw" for report in reports.values() for name in report["formats"]))
-        self._choice.add_transfer(nbytes, seconds, plain, is_first=way not in self._seen)
-        self._seen = {seen for seen in self._seen if seen[0] == message["route"]} | {way}
+        self._choice.add_transfer(nbytes, seconds, plain, is_first=route_and_format not in self._seen)
+        self._seen = {seen for seen in self._seen if seen[0] == message["route"]} | {route_and_format}
         formats: dict[str, int] = {}
         for report in reports.values():
             for name, size in report["formats"].items():

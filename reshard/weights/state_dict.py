@@ -93,7 +93,7 @@ def transfer_state_dict(
     seconds = timeout_seconds if isinstance(timeout_seconds, (int, float)) else DEFAULT_TIMEOUT_SECONDS
     reports = run_collectively(group, describe, "describes its state", seconds)
     source, target = (_merge(reports, side, group.size) for side in ("src", "dst"))
-    sent = {} if states["src"] is None else {name: each.array for name, each in states["src"].holdings.items()}
+    sent = {} if states["src"] is None else {name: holding.array for name, holding in states["src"].holdings.items()}
     if quantize:
         source = _quantize(group, quantize, source, states["src"], sent, seconds)
     target = replace(target, rules=check_rules(rules))
@@ -102,7 +102,7 @@ def transfer_state_dict(
     tensors = [specs.spec([{0: piece}], f"{number} {piece}") for number, piece in enumerate(pieces)]
     if topology is None:
         topology = find_topology(group, timeout_seconds=seconds)
-    live = {} if states["dst"] is None else {name: each.array for name, each in states["dst"].holdings.items()}
+    live = {} if states["dst"] is None else {name: holding.array for name, holding in states["dst"].holdings.items()}
     dtypes = {piece.target.name: piece.dtype for piece in pieces}
     landed = {name: _receive_buffer(array, dtypes[name]) for name, array in live.items() if name in dtypes}
     if group.rank in ranks_of(tensors):

@@ -106,7 +106,7 @@ class Subscriber:
             seconds = AGREE_SECONDS + (join_seconds if waits else 0)
             states = run_collectively(self._team.group, describe, "describes the engine", seconds)
             if load_weights is None:
-                manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the engine")
+                manifest = merge_states({rank: state["state"] for rank, state in states.items()}, "the engine")
             else:
                 manifest = Manifest(self._team.size, {}, {}, {}, "cpu", takes_all=True)
             if recordings:

@@ -54,8 +54,8 @@ class DryRun:
         # Text of the error of each run, or None if the stage ran; the same on all ranks.
         self._failures: collections.OrderedDict[Key, str | None] = collections.OrderedDict()
 
-    def num_samples_without(self, stage: int) -> int | None:
-        """The number of samples to run on for a replica of the stage that has no samples; None: it does not run."""
+    def num_filler_samples(self, stage: int) -> int | None:
+        """The number of filler samples of a replica of the stage that has no samples; None: it does not run."""
         if stage not in self._fsdp_stages:
             return None
         return 0 if is_grid(self._planner.meshes[stage]) else 1
@@ -73,7 +73,7 @@ class DryRun:
         for stage in self._fsdp_stages:
             replicas = num_sample_shards(self._planner.meshes[stage])
             if fewest < replicas:
-                num_samples = self.num_samples_without(stage) or 0
+                num_samples = self.num_filler_samples(stage) or 0
                 failure = self._find_failure(stage, num_samples, outline)
                 if failure is not None:
                     raise ArgumentError(

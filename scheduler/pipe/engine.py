@@ -87,7 +87,7 @@ class PipelineEngine:
         own = [stage for stage, module in modules.items() if is_fsdp(module)]
         fsdp_stages = {stage for stages in engine.exchange(own).values() for stage in stages}
         dry_run = DryRun(engine, planner, fsdp_stages, options.shards, options.sequence_parts)
-        self._num_samples_without = dry_run.num_samples_without
+        self._num_filler_samples = dry_run.num_filler_samples
         self._feeder = Feeder(engine, planner, options.input_names, options.num_microbatches, dry_run, options.example)
         self._replicated = ReplicatedGradients(engine, planner, self.modules)
         self._loss_scale = LossScale() if options.scales_loss else None
@@ -363,25 +363,25 @@ class PipelineEngine:
         is_measured: bool = False,
     ) -> tuple[list[Step], int]:
         """Run all parts of a batch. Returns the result of each part, and the number of samples of the batch."""
-        named, outline = self._feeder.agree(batch, accumulate, is_local, is_measured=is_measured)
+        tensors, outline = self._feeder.agree(batch, accumulate, is_local, is_measured=is_measured)
         graph = self._planner.graph(outline)
         parts = self._feeder.divide(outline.num_samples, accumulate)
         programs = [self._programs.find(outline, tuple(map(len, part)), schedule) for part in parts]
-        steps, taken = [], 0
+        steps, num_taken = [], 0
         for part, program in zip(parts, programs, strict=True):
             feed: dict[int, list[dict[str, Any]]] = {stage: [] for stage in self.modules}
             weights, fillers = [], []
             for microbatch, samples in enumerate(part):
-                own = self._feeder.own_samples(samples)
+                own_samples = self._feeder.own_samples(samples)
                 weights.append(float(self._feeder.num_samples_of_loss(samples)))
-                source = range(taken, taken + len(own)) if is_local else own
-                taken += len(own)
+                source = range(num_taken, num_taken + len(own_samples)) if is_local else own_samples
+                num_taken += len(own_samples)
                 for stage, fed in feed.items():
-                    if not own and self._num_samples_without(stage):
+                    if not own_samples and self._num_filler_samples(stage):
                         fillers.append((stage, microbatch))
-                        fed.append(take_unused_sample(named, outline, graph.inputs[stage], not is_local))
+                        fed.append(take_unused_sample(tensors, outline, graph.inputs[stage], not is_local))
                     else:
-                        fed.append(take_samples(named, outline, graph.inputs[stage], source))
+                        fed.append(take_samples(tensors, outline, graph.inputs[stage], source))
             inputs = StepInputs(feed, weights, scale / outline.num_samples, train, fillers)
             steps.append(self._engine.run(program, inputs))
         return steps, outline.num_samples

@@ -209,7 +209,7 @@ class _Execution:
         """Encode the elements of each send, in plan order, and post what can start."""
         try:
             sends = [op for queue in self.sends for op in queue.ops if op.forwards is None]
-            for op in sorted(sends, key=lambda each: each.id):
+            for op in sorted(sends, key=lambda send: send.id):
                 self.encode_boxes(op.boxes)
                 with self.lock:
                     if self.error is not None:

@@ -140,8 +140,8 @@ class Replicas:
             digests: what :meth:`digest` returned on each rank.
         """
         value = np.zeros(len(self.rank), dtype=np.uint64)
-        for rank, found in digests.items():
-            value[self.entries_of(rank)] = found
+        for rank, digest in digests.items():
+            value[self.entries_of(rank)] = digest
         is_first = np.ones(len(value), dtype=bool)
         is_first[1:] = (self.tensor[1:] != self.tensor[:-1]) | (self.tile[1:] != self.tile[:-1])
         first = np.flatnonzero(is_first)[np.cumsum(is_first) - 1]

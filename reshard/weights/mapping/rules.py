@@ -455,12 +455,12 @@ _PLACEHOLDER = re.compile(r"\{(\w+)(:d)?\}")
 def match_names(pattern: str, made: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
     """The names that a pattern matches, each with what its placeholders stand for."""
     at, text, seen = 0, "", set()
-    for found in _PLACEHOLDER.finditer(pattern):
-        text += re.escape(pattern[at : found.start()])
-        name = found[1]
-        text += f"(?P={name})" if name in seen else f"(?P<{name}>{'[0-9]+' if found[2] else '.+'})"
+    for placeholder in _PLACEHOLDER.finditer(pattern):
+        text += re.escape(pattern[at : placeholder.start()])
+        name = placeholder[1]
+        text += f"(?P={name})" if name in seen else f"(?P<{name}>{'[0-9]+' if placeholder[2] else '.+'})"
         seen.add(name)
-        at = found.end()
+        at = placeholder.end()
     end = pattern[at:]
     compiled = re.compile(text + re.escape(end))
     matches = ((name, compiled.fullmatch(name)) for name in made if name.endswith(end))

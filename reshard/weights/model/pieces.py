@@ -175,9 +175,9 @@ def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
                 pieces += _cut_to_views(piece, source.entries[part.source], target.entries[first])
     origins = {part.source for name in used for part in _resolve_ties(made[name].parts, source)}
     extra = [name for name in made if not {part.source for part in _resolve_ties(made[name].parts, source)} <= origins]
-    for found, text in ((missing, "that the source does not have"), (extra, "only the source has")):
-        if found:
-            raise ArgumentError(f"{what}: {_list_names(found)} {text}")
+    for unmatched, text in ((missing, "that the source does not have"), (extra, "only the source has")):
+        if unmatched:
+            raise ArgumentError(f"{what}: {_list_names(unmatched)} {text}")
     if not pieces:
         raise ArgumentError(f"{what} has no tensors")
     check_pieces(pieces, rules, source, target, what)

@@ -170,11 +170,13 @@ class Checker:
                 wrong_region = self._describe(int(numbers[differs][0]))
                 raise VerificationError(f"{wrong_region}: the replica of rank {rank} differs")
             known[numbers], is_known[numbers] = values, True
-        found = self.add_tensors([np.flatnonzero(is_known).tolist(), known[is_known].tolist()])
-        unknown = [piece.source.name for piece in self._pieces if piece.source.name not in found.keys() & sent.keys()]
+        own_digests = self.add_tensors([np.flatnonzero(is_known).tolist(), known[is_known].tolist()])
+        unknown = [
+            piece.source.name for piece in self._pieces if piece.source.name not in own_digests.keys() & sent.keys()
+        ]
         if unknown:
             raise RemoteError(f"the digest of {unknown[0]!r} is not known, so only the trainer can prove it")
-        wrong = [repr(name) for name, digest in found.items() if digest != sent[name]]
+        wrong = [repr(name) for name, digest in own_digests.items() if digest != sent[name]]
         if wrong:
             raise VerificationError(f"{', '.join(wrong[:5])}: the digest differs from that of what the trainer holds")
 

@@ -210,7 +210,7 @@ def test_a_size_that_does_not_fit_is_recorded(traced, monkeypatch):
         profile_layers(traced, sample_counts=(4, 8), repeats=1)
 
 
-def test_layers_that_fully_shard_refuses_have_no_gather_times():
+def test_layers_that_fully_shard_refuses_have_no_zero_times():
     single, half = torch.float32, torch.bfloat16
     refused = [
         (((4, 4), single), ((), single)),
