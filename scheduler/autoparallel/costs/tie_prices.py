@@ -189,7 +189,7 @@ class TiePrices:
 
     def price(self, ends: Sequence[TieEnd], num_params: int) -> tuple[float, str | None]:
         """Seconds in which all stages send their gradients to each other, and the codec that they use."""
-        hosts = self.cluster.host_of(ends[0].first) if self._is_uniform else 0
+        hosts = self.cluster.host_of(min(end.first for end in ends)) if self._is_uniform else 0
         ranks = hosts * (self.cluster.hosts[0][2] - self.cluster.hosts[0][1])
         key = (tuple(end._replace(first=end.first - ranks, end=end.end - ranks) for end in ends), num_params)
         if key not in self._prices:

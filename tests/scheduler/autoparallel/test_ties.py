@@ -102,6 +102,18 @@ def test_each_of_three_stages_pays_for_two_sends():
     assert each.seconds == pytest.approx(4 * SHARED / NIC)
 
 
+def test_stages_of_a_v_share_parameters_with_earlier_ranks_or_with_their_own():
+    ranks, cuts = ((0, 1), (1, 2), (1, 2), (0, 1)), (0, 1, 3, 5, 6)
+    stages = tuple(
+        StagePlan(first, end, *own, (Choice(),) * (end - first))
+        for first, end, own in zip(cuts, cuts[1:], ranks, strict=False)
+    )
+    (later_first,) = make_problem_of((0, 1), ((1, 5), SHARED)).ties.exchanges(stages)
+    assert (later_first.stages, later_first.seconds) == ((1, 3), pytest.approx(4 * SHARED / NIC))
+    (same,) = make_problem_of((0, 1)).ties.exchanges(stages)
+    assert (same.stages, same.seconds) == ((0, 3), 0)
+
+
 @pytest.mark.parametrize(
     ("choice", "parts"),
     [
