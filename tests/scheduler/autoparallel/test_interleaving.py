@@ -12,6 +12,7 @@ from reshard.scheduler.autoparallel import Choice, ChoiceRules, TrainingPlan, se
 from reshard.scheduler.autoparallel.costs.device_peaks import peak_of_stages
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan, check_stages
+from reshard.scheduler.autoparallel.methods import auto as auto_method
 from reshard.scheduler.autoparallel.parts import choose_part
 from tests.scheduler.autoparallel.random_searches import least_interleaved_seconds, make_problem
 
@@ -45,6 +46,17 @@ def test_stages_are_interleaved_where_some_layers_cannot_be_on_the_grid_of_the_b
     plain = choose_part(problem.changed(rules=replace(problem.rules, max_stages_per_rank=1)))
     found = choose_part(problem)
     assert found.seconds <= plain.seconds * (1 + 1e-9)
+
+
+def test_moves_improve_as_many_other_candidates_if_the_fastest_are_interleaved(monkeypatch):
+    problem = make_problem(0, max_layers=6)
+    plain = auto_method.evaluate_all(problem, auto_method.auto(problem))
+    shared = auto_method.interleave(problem, plain, plain[0].seconds)
+    assert shared
+    starts = []
+    monkeypatch.setattr(auto_method, "improve", lambda problem, start: starts.append(start) or start)
+    auto_method.refine(problem, [*shared, *plain])
+    assert starts[: auto_method.NUM_IMPROVED] == plain[: auto_method.NUM_IMPROVED]
 
 
 def test_an_interleaved_plan_says_which_stages_share_ranks_and_is_read_back():

@@ -12,8 +12,9 @@ import reshard.scheduler as rs
 from reshard.compression import Policy
 from reshard.cost import simulate
 from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, LayerProfile, search, trace_module
-from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_bound
+from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
 from reshard.scheduler.autoparallel.costs.tie_prices import TiePrices
 from reshard.scheduler.autoparallel.inputs.layer_graph import is_shared
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
