@@ -16,7 +16,7 @@ from .choosing import ChosenPlan, choose_fastest, simplest
 from .costs.iteration import Evaluation, evaluate
 from .costs.problem import SearchProblem
 from .inputs.layer_profile import LayerProfile
-from .methods.auto import Report, auto, evaluate_all, interleave, order, refine, why_nothing_fits
+from .methods.auto import Report, auto, evaluate_all, refine, why_nothing_fits, with_interleaved
 from .methods.bounds import single_stage_bound, step_bound_of_any, work_bound
 from .methods.pure import pure
 from .plan_making import make_training_plan
@@ -132,9 +132,7 @@ def _search_part(part: _Part, report: Report, limit: float) -> None:
     if not is_raw or single_stage_bound(problem) <= limit:
         with contextlib.suppress(ArgumentError):  # nothing fits there
             part.found = evaluate_all(problem, auto(problem, report, near if is_raw else math.inf), near)
-    if is_raw:
-        shared = interleave(problem, part.found, min(limit, part.seconds))
-        part.found = sorted([*part.found, *shared], key=order)
+    part.found = with_interleaved(problem, part.found, limit)
 
 
 def _report_part(report: Report, part: _Part, num_before: int, num_left: int, done: float, method: str) -> None:

@@ -124,9 +124,9 @@ def evaluate(
         The evaluation; None if there is no schedule, or none of interest.
     """
     stages, count = candidate.stages, candidate.num_microbatches
-    costs, exchanges = problem.costs(stages, count)
-    if below_seconds < math.inf and not may_be_faster(problem, candidate, costs, below_seconds):
+    if below_seconds < math.inf and not may_be_faster(problem, candidate, below_seconds):
         return None
+    costs, exchanges = problem.costs(stages, count)
     pipeline = problem.pipeline(stages, count)
     max_short = 0.0 if below_seconds < math.inf else math.inf
     best: Evaluation | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ..inputs.layer_graph import Tensor
 from .edge_prices import End
@@ -26,18 +27,18 @@ def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
     return _bound(problem, candidate, costs, {})
 
 
-def may_be_faster(
-    problem: SearchProblem, candidate: Candidate, costs: Sequence[StageCost], below_seconds: float
-) -> bool:
+def may_be_faster(problem: SearchProblem, candidate: Candidate, below_seconds: float) -> bool:
     """Whether lower bounds allow a step of a candidate that is shorter than a limit.
 
     At first, edges take the time in which their bytes leave and enter hosts. Then they are priced one after the other,
-    the longest first, until the bound exceeds the limit. So candidates that are too slow cost few plans.
-
-    Args:
-        costs: of the stages, as :meth:`SearchProblem.costs` returns them.
+    the longest first, and then sums over stages, until the bound exceeds the limit. So candidates that are too slow
+    cost few plans.
     """
     limit = below_seconds / (1 - BOUND_TOLERANCE)
+    costs: Sequence[StageCost] = [
+        replace(cost, tie_seconds=0.0) if cost.tie_seconds else cost
+        for cost in (problem.stage_cost(stage, candidate.num_microbatches) for stage in candidate.stages)
+    ]
     if _bound(problem, candidate, costs, {}) >= limit:
         return False
     stages, num_samples = candidate.stages, problem.num_samples // candidate.num_microbatches
@@ -48,17 +49,18 @@ def may_be_faster(
     }
     if candidate.num_microbatches * _port_seconds(problem, moved.values()) >= limit:
         return False
-    if not problem.graph.is_sequential:
-        return True
-    edges = {src: problem.prices.bound_seconds(*edge) for (src, dst), edge in moved.items() if dst == src + 1}
-    left = sorted(edges, key=lambda src: (-sum(edges[src]), src))
-    while _bound(problem, candidate, costs, edges) < limit:
-        if not left:
-            return True
-        src = left.pop(0)
+    edges: dict[int, tuple[float, float]] = {}
+    if problem.graph.is_sequential:
+        edges = {src: problem.prices.bound_seconds(*edge) for (src, dst), edge in moved.items() if dst == src + 1}
+    for src in sorted(edges, key=lambda src: (-sum(edges[src]), src)):
+        if _bound(problem, candidate, costs, edges) >= limit:
+            return False
         price = problem.prices.price(*moved[src, src + 1])
         edges[src] = (price.forward_seconds, price.backward_seconds)
-    return False
+    if _bound(problem, candidate, costs, edges) >= limit:
+        return False
+    costs, _ = problem.costs(candidate.stages, candidate.num_microbatches)
+    return _bound(problem, candidate, costs, edges) < limit
 
 
 def _bound(problem: SearchProblem, candidate: Candidate, costs: Sequence[StageCost], edges: _EdgeSeconds) -> float:

@@ -101,7 +101,16 @@ def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bo
         ArgumentError: there is no candidate.
     """
     evaluations = evaluate_all(problem, candidates)
-    return refine(problem, evaluations) if moves else evaluations
+    return refine(problem, with_interleaved(problem, evaluations)) if moves else evaluations
+
+
+def with_interleaved(
+    problem: SearchProblem, evaluations: Sequence[Evaluation], limit_seconds: float = math.inf
+) -> list[Evaluation]:
+    """The evaluations, and the fastest interleaved candidate if it is faster than they are and than a limit."""
+    fits = bool(evaluations) and not evaluations[0].short_bytes
+    limit = min(limit_seconds, evaluations[0].seconds if fits else math.inf)
+    return sorted([*evaluations, *interleave(problem, evaluations, limit)], key=order)
 
 
 def evaluate_all(
