@@ -16,7 +16,7 @@ from .choosing import ChosenPlan, choose_fastest, simplest
 from .costs.iteration import Evaluation, evaluate
 from .costs.problem import SearchProblem
 from .inputs.layer_profile import LayerProfile
-from .methods.auto import Report, auto, evaluate_all, interleave, order, refine, why_nothing_fits
+from .methods.auto import Report, auto, evaluate_all, refine, why_nothing_fits, with_interleaved
 from .methods.bounds import single_stage_bound, step_bound_of_any, work_bound
 from .methods.pure import pure
 from .plan_making import make_training_plan
@@ -36,12 +36,14 @@ class _Part:
         problem: the search on these ranks.
         bound_seconds: no training plan that uses all these ranks is faster.
         found: evaluated candidates, the fastest first; empty if the part was not searched, or no method finds any.
+        is_refined: whether moves have improved them.
     """
 
     ranks: tuple[int, ...]
     problem: SearchProblem
     bound_seconds: float = 0.0
     found: Sequence[Evaluation] = ()
+    is_refined: bool = False
 
     @property
     def seconds(self) -> float:
@@ -66,7 +68,7 @@ def choose_part(problem: SearchProblem, report: Report | None = None) -> Trainin
         limit = math.inf if best is None else best[1].seconds
         if part.bound_seconds >= limit or part.seconds > NEAR * limit:
             continue
-        choice = _refined(part) if part.problem.compression is None else choose_fastest(part.problem)
+        choice = choose_fastest(part.problem) if part.problem.compression is not None else _refined(part)
         whole.found = [choice[1], *choice[2]] if part is whole else whole.found
         if choice[1].seconds < limit:
             best, used = choice, part.ranks
@@ -78,48 +80,59 @@ def choose_part(problem: SearchProblem, report: Report | None = None) -> Trainin
 
 
 def _refined(part: _Part) -> ChosenPlan:
-    evaluations = refine(part.problem, part.found)
-    return part.problem, evaluations[0], evaluations[1:]
+    if not part.is_refined:
+        part.found, part.is_refined = refine(part.problem, part.found), True
+    return part.problem, part.found[0], part.found[1:]
 
 
 def _search_parts(whole: _Part, report: Report) -> list[_Part]:
-    """All parts that may have the fastest training plan, with their candidates; the most promising parts first."""
+    """All parts that may have the fastest training plan, with their candidates."""
     problem = whole.problem
     speeds = {name: 1 / (_model_seconds(problem, profile) or 1.0) for name, profile in problem.profiles.items()}
     parts = [whole]
     parts += [
         _Part(ranks, problem.changed(cluster=problem.cluster.select(ranks))) for ranks in problem.cluster.parts(speeds)
     ]
-    # the bound of the work alone takes less time, so the better bound is found for promising parts only
-    queue = [(work_bound(part.problem), number, False) for number, part in enumerate(parts)]
-    heapq.heapify(queue)
     # a problem with codecs uses each of them only where it is faster, which no engine does, so it gives no limit
     raw = (part.problem if problem.compression is None else part.problem.changed(compression=None) for part in parts)
     report(0.0, "bounds")
-    limit = _quick_limit(list(raw))
+    limit, promising = _quick_limit(list(raw))
+    # the part with the fastest quick plan comes first, with all moves, because its plans then rule out those of others;
+    # the bound of the work alone takes less time, so the better bound is found for promising parts only
+    queue = [
+        (0.0 if number == promising else work_bound(part.problem), number, False) for number, part in enumerate(parts)
+    ]
+    heapq.heapify(queue)
     searched: list[_Part] = []
     while queue:
         bound, number, is_better = heapq.heappop(queue)
         part = parts[number]
-        part.bound_seconds = bound
         if bound > limit or (searched and bound >= limit):
             break
-        if not is_better:
+        if not is_better and number != promising:
             heapq.heappush(queue, (step_bound_of_any(part.problem), number, True))
             continue
+        part.bound_seconds = step_bound_of_any(part.problem)
         searched.append(part)
         left = sum(bound < limit for bound, _, _ in queue)
         of_part = functools.partial(_report_part, report, part, len(searched) - 1, left)
-        is_raw = problem.compression is None
-        if not is_raw or single_stage_bound(part.problem) <= limit:
-            with contextlib.suppress(ArgumentError):  # nothing fits there
-                part.found = evaluate_all(part.problem, auto(part.problem, of_part), NEAR * limit or math.inf)
-        if is_raw:
-            shared = interleave(part.problem, part.found, min(limit, part.seconds))
-            part.found = sorted([*part.found, *shared], key=order)
+        _search_part(part, of_part, limit)
+        if problem.compression is None:
+            if number == promising and part.seconds < math.inf:
+                _refined(part)
             limit = min(limit, part.seconds)
     whole.bound_seconds = step_bound_of_any(problem)
     return searched
+
+
+def _search_part(part: _Part, report: Report, limit: float) -> None:
+    """Search a part for candidates that are at least nearly as fast as a limit."""
+    problem, is_raw = part.problem, part.problem.compression is None
+    near = NEAR * limit or math.inf
+    if not is_raw or single_stage_bound(problem) <= limit:
+        with contextlib.suppress(ArgumentError):  # nothing fits there
+            part.found = evaluate_all(problem, auto(problem, report, near if is_raw else math.inf), near)
+    part.found = with_interleaved(problem, part.found, limit)
 
 
 def _report_part(report: Report, part: _Part, num_before: int, num_left: int, done: float, method: str) -> None:
@@ -128,16 +141,17 @@ def _report_part(report: Report, part: _Part, num_before: int, num_left: int, do
     report((num_before + done) / (num_before + 1 + num_left), f"{method} on {where}")
 
 
-def _quick_limit(problems: Sequence[SearchProblem]) -> float:
-    """Seconds of the fastest plan of ``pure`` for any of the problems; infinite if none fits."""
-    limit = math.inf
-    for problem in sorted(problems, key=work_bound):
+def _quick_limit(problems: Sequence[SearchProblem]) -> tuple[float, int]:
+    """Seconds of the fastest plan of ``pure`` for any of the problems, and its problem; infinite if none fits."""
+    limit, promising = math.inf, 0
+    for number, problem in sorted(enumerate(problems), key=lambda item: work_bound(item[1])):
         if work_bound(problem) >= limit:
             break
         for candidate in pure(problem)[:1]:
             evaluation = evaluate(problem, candidate, below_seconds=limit)
-            limit = limit if evaluation is None or evaluation.short_bytes else evaluation.seconds
-    return limit
+            if evaluation is not None and not evaluation.short_bytes:
+                limit, promising = evaluation.seconds, number
+    return limit, promising
 
 
 def _model_seconds(problem: SearchProblem, profile: LayerProfile) -> float:

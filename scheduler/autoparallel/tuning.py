@@ -7,7 +7,7 @@ Source of the idea: Hosoki et al., "An optimization pass for training speed-up a
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.arguments import check_arguments
@@ -146,7 +146,7 @@ def correct_profile(
             "measure each type with profile_layers()"
         )
     forward = _fit(problem, training_plan, timelines, _FORWARD)
-    backward = _fit(problem, training_plan, timelines, _BACKWARD)
+    backward = _fit(problem, training_plan, timelines, _BACKWARD, forward)
     weight = _fit(problem, training_plan, timelines, _WEIGHT) or backward
     classes = {key: dict(degrees) for key, degrees in profile.classes.items()}
     for entry in forward | backward:
@@ -177,16 +177,21 @@ _FORWARD, _BACKWARD, _WEIGHT = ((Kind.F,),), ((Kind.B,), (Kind.I, Kind.W)), ((Ki
 
 
 def _fit(
-    problem: SearchProblem, training_plan: TrainingPlan, timelines: Sequence[PipelineTimeline], kinds: _Kinds
+    problem: SearchProblem,
+    training_plan: TrainingPlan,
+    timelines: Sequence[PipelineTimeline],
+    kinds: _Kinds,
+    forward: Mapping[_Entry, float] | None = None,
 ) -> dict[_Entry, float]:
     """Factor of each class for computations of some kinds; empty if no step has them.
 
-    The factors are those of a multiplicative fit, which keeps them positive (Shepp and Vardi, 1982).
+    The factors are those of a multiplicative fit, which keeps them positive (Shepp and Vardi, 1982). ``forward``: the
+    factors of forwards, which backwards of recomputed layers contain.
     """
     parts: list[tuple[dict[_Entry, float], float]] = []
     for number, stage in enumerate(training_plan.stages):
         measured = next((sum(item) for item in _measured(timelines, number, kinds) if all(item)), 0.0)
-        work, other = _work(problem, stage, training_plan.num_microbatches, kinds)
+        work, other = _work(problem, stage, training_plan.num_microbatches, kinds, forward or {})
         if measured and sum(work.values()):
             parts.append((work, max(measured - other, MIN_FACTOR * measured)))
     factors = dict.fromkeys((entry for work, _ in parts for entry in work), 1.0)
@@ -218,7 +223,9 @@ def _median_seconds(timelines: Sequence[PipelineTimeline], stage: int, kind: Kin
     return statistics.median(spans) if spans else 0.0
 
 
-def _work(problem: SearchProblem, stage: StagePlan, count: int, kinds: _Kinds) -> tuple[dict[_Entry, float], float]:
+def _work(
+    problem: SearchProblem, stage: StagePlan, count: int, kinds: _Kinds, forward: Mapping[_Entry, float]
+) -> tuple[dict[_Entry, float], float]:
     """Predicted seconds of computation of each class of a stage for one microbatch, and of all else in the actions."""
     place, num_samples = problem.place(stage.first_rank, stage.end_rank), problem.num_samples // count
     work: dict[_Entry, float] = {}
@@ -226,18 +233,21 @@ def _work(problem: SearchProblem, stage: StagePlan, count: int, kinds: _Kinds) -
     for index, choice in enumerate(stage.choices, stage.first_layer):
         layer, cost = problem.graph.layers[index], problem.layer_cost(index, choice, place, count)
         degree = 1 if choice.grid else choice.tp
+        entry = (layer.key, degree)
         times, is_measured = problem.profile.times(layer.key, degree)
         layer_times = times.at(num_samples / choice.sample_shards(place.num_ranks))
+        share = 1.0 if is_measured else shard_1d(layer, choice.tp).compute
+        if choice.grid:
+            share = compute_share(layer, choice.grid)
         if kinds is _FORWARD:
             seconds, total = layer_times.forward_seconds, cost.forward_seconds
         elif kinds is _BACKWARD:
             seconds, total = layer_times.backward_seconds, cost.backward_seconds
+            if choice.recompute:
+                total += (forward.get(entry, 1.0) - 1.0) * share * layer_times.forward_seconds
         else:
-            seconds = total = cost.weight_grad_seconds and layer_times.weight_grad_seconds
-        share = 1.0 if is_measured else shard_1d(layer, choice.tp).compute
-        if choice.grid:
-            share = compute_share(layer, choice.grid)
-        entry = (layer.key, degree)
+            total = cost.weight_grad_seconds
+            seconds = total and layer_times.weight_grad_seconds
         work[entry] = work.get(entry, 0.0) + seconds * share
         whole += total
     return work, max(0.0, whole - sum(work.values()))

@@ -20,12 +20,11 @@ from ...simulation.replay import PipelineTimeline, simulate_schedule
 from .device_peaks import DevicePeak, peak_of_stage, peak_of_stages
 from .layer_costs import StageCost
 from .problem import SCALED_LIMIT, Candidate, SearchProblem
+from .step_bounds import may_be_faster
 from .tie_prices import TieExchange
 
 #: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
 MAX_ACTIONS = 1500
-#: Relative tolerance of lower bounds, because the simulator adds numbers in another order.
-BOUND_TOLERANCE = 1e-8
 #: Names of 1F1B with depths that hide the transfers, and with one microbatch more in each stage.
 OVERLAPPING = ("overlapping_1f1b", "overlapping_1f1b_plus_1")
 
@@ -125,12 +124,10 @@ def evaluate(
         The evaluation; None if there is no schedule, or none of interest.
     """
     stages, count = candidate.stages, candidate.num_microbatches
-    pipeline = problem.pipeline(stages, count)
+    if below_seconds < math.inf and not may_be_faster(problem, candidate, below_seconds):
+        return None
     costs, exchanges = problem.costs(stages, count)
-    if below_seconds < math.inf:
-        bound = _bound(costs, candidate.pp_ranks, count, pipeline, is_sequential=problem.graph.is_sequential)
-        if bound * (1 - BOUND_TOLERANCE) >= below_seconds:
-            return None
+    pipeline = problem.pipeline(stages, count)
     max_short = 0.0 if below_seconds < math.inf else math.inf
     best: Evaluation | None = None
     has_room = True
@@ -196,45 +193,6 @@ def _end_seconds(
 def _short_bytes(peaks: Sequence[DevicePeak]) -> float:
     """Bytes that the device with the least room lacks at its peak; 0 if all fit."""
     return max(0.0, *(peak.memory_bytes - peak.limit_bytes for peak in peaks))
-
-
-def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
-    """A lower bound, in seconds, on the step time of a candidate under any schedule.
-
-    Each stage waits for one forward of every stage before it, computes all microbatches, and then sums its gradients.
-    """
-    costs, _ = problem.costs(candidate.stages, candidate.num_microbatches)
-    pp_ranks, count = candidate.pp_ranks, candidate.num_microbatches
-    return _bound(costs, pp_ranks, count, None, is_sequential=problem.graph.is_sequential)
-
-
-def _bound(
-    costs: Sequence[StageCost], pp_ranks: Sequence[int], count: int, pipeline: Pipeline | None, *, is_sequential: bool
-) -> float:
-    """A lower bound, in seconds, on a step under any schedule; tighter with the edges of a pipeline.
-
-    Before a pp rank computes its microbatches, each stage before its first one computes a forward. After it has
-    computed them, it sums its gradients, and each of these stages computes a backward without its weight gradients. The
-    same holds for the transfers of an edge.
-    """
-    there, back, best = 0.0, 0.0, 0.0
-    for number, cost in enumerate(costs):
-        if pp_ranks[number] not in pp_ranks[:number]:
-            own = [item for item, pp_rank in zip(costs, pp_ranks, strict=True) if pp_rank == pp_ranks[number]]
-            worked, deferred = (
-                count * sum(v) for v in zip(*((c.seconds, c.weight_grad_seconds) for c in own), strict=True)
-            )
-            ending = sum(item.sync_seconds for item in own) + max(item.tie_seconds for item in own)
-            best = max(best, there + worked + ending, there + back + worked - deferred)
-        if is_sequential:
-            there += cost.forward_seconds
-            back += cost.backward_seconds - cost.weight_grad_seconds
-        is_edge = number + 1 < len(costs) and pp_ranks[number] != pp_ranks[number + 1]
-        if is_sequential and pipeline is not None and is_edge:
-            edge = pipeline.edge_between[number, number + 1]
-            best = max(best, there + back + count * max(edge.forward_seconds, edge.backward_seconds))
-            there, back = there + edge.forward_seconds, back + edge.backward_seconds
-    return best
 
 
 def _preference(evaluation: Evaluation) -> tuple[float, float, int]:

@@ -66,6 +66,11 @@ class Candidate:
         return pp_ranks_of(self.stages)
 
     @property
+    def is_interleaved(self) -> bool:
+        """Whether several stages share a pp rank."""
+        return len(set(self.pp_ranks)) < len(self.stages)
+
+    @property
     def complexity(self) -> tuple[int, int, int]:
         """Numbers of microbatches, all ZeRO stages, and pipeline stages: of equally fast candidates, the least wins."""
         zero = sum(max(choice.zero for choice in stage.choices) for stage in self.stages)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard.sharding import Layout, Mesh, TensorSpec
 
 from ...costs import price_edge
-from ...graph import Edge
+from ...graph import Edge, Loads
 from ..inputs.choices import Choice
 from ..inputs.cluster import Cluster, hosts_are_alike
 from ..inputs.layer_graph import LayerGraph, is_shared, own_layer
@@ -138,6 +138,7 @@ class TiePrices:
         self.min_ratio = min_ratio if self.codec else 1.0
         self._is_uniform = hosts_are_alike(cluster)
         self._prices: dict[tuple[tuple[TieEnd, ...], int], tuple[float, str | None]] = {}
+        self._sends: dict[tuple[TieEnd, TieEnd, int, str | None], tuple[float, Loads]] = {}
         rates = [cluster.topology.host(host) for host, _, _ in cluster.hosts]
         self._host_rate = max(max(rate.egress_bytes_per_second, rate.ingress_bytes_per_second) for rate in rates)
 
@@ -190,7 +191,7 @@ class TiePrices:
 
     def price(self, ends: Sequence[TieEnd], num_params: int) -> tuple[float, str | None]:
         """Seconds in which all stages send their gradients to each other, and the codec that they use."""
-        hosts = self.cluster.host_of(ends[0].first) if self._is_uniform else 0
+        hosts = self.cluster.host_of(min(end.first for end in ends)) if self._is_uniform else 0
         ranks = hosts * (self.cluster.hosts[0][2] - self.cluster.hosts[0][1])
         key = (tuple(end._replace(first=end.first - ranks, end=end.end - ranks) for end in ends), num_params)
         if key not in self._prices:
@@ -206,21 +207,28 @@ class TiePrices:
 
     def _exchange_seconds(self, ends: Sequence[TieEnd], num_params: int, codec: str | None) -> float:
         """Seconds of all transfers at once: sends of a stage share its ports, and so do receives."""
-        dtype = _DTYPES.get(self.gradient_bytes)
-        numel = num_params if dtype else math.ceil(num_params * self.gradient_bytes)
         sent, received = [0.0] * len(ends), [0.0] * len(ends)
         ports: dict[str, float] = {}
-        for a, b in itertools.combinations(range(len(ends)), 2):
-            spec = TensorSpec((numel,), dtype or "uint8", ends[a].layout, ends[b].layout, "tie")
-            edges = [Edge(0, 1, tensors=(spec,), forward_codec=codec)]
-            edges.append(replace(edges[0], tensors=(replace(spec, src=spec.dst, dst=spec.src),)))
-            for src, dst, edge in zip((a, b), (b, a), edges, strict=True):
-                priced = price_edge(edge, self.cluster.topology)
-                sent[src] += priced.forward_seconds
-                received[dst] += priced.forward_seconds
-                for port, seconds in priced.forward_loads:
+        for pair in itertools.combinations(range(len(ends)), 2):
+            for src, dst in (pair, pair[::-1]):
+                send_seconds, loads = self._send(ends[src], ends[dst], num_params, codec)
+                sent[src] += send_seconds
+                received[dst] += send_seconds
+                for port, seconds in loads:
                     ports[port] = ports.get(port, 0.0) + seconds
         return max(*sent, *received, *ports.values()) + self.message_seconds
+
+    def _send(self, src: TieEnd, dst: TieEnd, num_params: int, codec: str | None) -> tuple[float, Loads]:
+        """Seconds and loads of ports of the gradients that one stage sends to another."""
+        key = (src, dst, num_params, codec)
+        if key not in self._sends:
+            dtype = _DTYPES.get(self.gradient_bytes)
+            numel = num_params if dtype else math.ceil(num_params * self.gradient_bytes)
+            spec = TensorSpec((numel,), dtype or "uint8", src.layout, dst.layout, "tie")
+            edge = Edge(0, 1, tensors=(spec,), forward_codec=codec, without_gradient=frozenset({"tie"}))
+            priced = price_edge(edge, self.cluster.topology)
+            self._sends[key] = priced.forward_seconds, priced.forward_loads
+        return self._sends[key]
 
     def _end(self, stage: StagePlan, layer: int, num_params: int) -> TieEnd:
         choice = stage.choices[layer - stage.first_layer]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -11,8 +12,9 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
 from ..costs.grid_costs import why_no_grid
-from ..costs.iteration import Evaluation, evaluate, step_bound
+from ..costs.iteration import Evaluation, evaluate
 from ..costs.problem import Candidate, SearchProblem
+from ..costs.step_bounds import step_bound
 from ..inputs.choices import GridShape
 from ..inputs.stages import check_stages
 from .alpa import alpa, num_sums
@@ -57,24 +59,32 @@ MAX_SIMPLER = 20
 MIN_GAIN = 1e-6
 
 
-def auto(problem: SearchProblem, report: Report | None = None) -> tuple[Candidate, ...]:
+def auto(
+    problem: SearchProblem, report: Report | None = None, below_seconds: float = math.inf
+) -> tuple[Candidate, ...]:
     """The candidates of all methods, without ``alpa`` for large problems. :func:`decide` improves them by moves.
 
     ``joint`` does not know what a split backward gains, so it also searches the choices that allow one alone. If no
     method finds any candidate, these are the training plans that lack the least memory, of which one may just fit.
+
+    Args:
+        report: called before each method.
+        below_seconds: ``joint`` stops at slower plans.
     """
+    limited = functools.partial(joint, below_seconds=below_seconds)
+    methods = {name: limited if method is joint else method for name, method in METHODS.items()}
     candidates: dict[str, Candidate] = {}
     names = [name for name, method in METHODS.items() if method is not alpa or num_sums(problem) <= MAX_SUMS]
     total, done = sum(TIME_SHARES[name] for name in names), 0.0
     for name in names:
         if report is not None:
             report(done / total, name)
-        for candidate in METHODS[name](problem):
+        for candidate in methods[name](problem):
             candidates.setdefault(candidate.text, candidate)
         done += TIME_SHARES[name]
     rules = replace(problem.rules, zero=(0,), recompute=(False,))
     if rules != problem.rules and 0 in problem.rules.zero and False in problem.rules.recompute:
-        for candidate in joint(problem.changed(rules=rules)):
+        for candidate in limited(problem.changed(rules=rules)):
             candidates.setdefault(candidate.text, candidate)
     return tuple(candidates.values()) or tuple(shortage.candidate for shortage in least_shortages(problem))
 
@@ -91,7 +101,16 @@ def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bo
         ArgumentError: there is no candidate.
     """
     evaluations = evaluate_all(problem, candidates)
-    return refine(problem, evaluations) if moves else evaluations
+    return refine(problem, with_interleaved(problem, evaluations)) if moves else evaluations
+
+
+def with_interleaved(
+    problem: SearchProblem, evaluations: Sequence[Evaluation], limit_seconds: float = math.inf
+) -> list[Evaluation]:
+    """The evaluations, and the fastest interleaved candidate if it is faster than they are and than a limit."""
+    fits = bool(evaluations) and not evaluations[0].short_bytes
+    limit = min(limit_seconds, evaluations[0].seconds if fits else math.inf)
+    return sorted([*evaluations, *interleave(problem, evaluations, limit)], key=order)
 
 
 def evaluate_all(
@@ -110,15 +129,21 @@ def evaluate_all(
 
 
 def refine(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Improve the best evaluated candidates by moves, try ``auto_schedule`` on the last ones, and interleave stages."""
+    """Improve the best evaluated candidates by moves, try ``auto_schedule`` on the best ones, and interleave stages.
+
+    Candidates that are interleaved already have been improved.
+    """
     evaluations = list(evaluations)
-    for start in [item for item in evaluations if not item.short_bytes][:NUM_IMPROVED]:
+    for start in [item for item in evaluations if not item.short_bytes and not item.candidate.is_interleaved][
+        :NUM_IMPROVED
+    ]:
         better = improve(problem, start)
         if better is not start:
             evaluations.append(better)
     evaluations.sort(key=order)
-    for item in evaluations[:NUM_THOROUGH]:
-        evaluations[evaluations.index(item)] = _thorough(problem, item)
+    for is_interleaved in (False, True):
+        for item in [item for item in evaluations if item.candidate.is_interleaved is is_interleaved][:NUM_THOROUGH]:
+            evaluations[evaluations.index(item)] = _thorough(problem, item)
     evaluations.sort(key=order)
     if evaluations and not evaluations[0].short_bytes:
         shared = interleave(problem, evaluations, evaluations[0].seconds)

@@ -35,7 +35,10 @@ NEAR_ESTIMATE = 1.25
 
 @dataclass(frozen=True)
 class _Mesh:
-    """Ranks with one choice for all layers: seconds of each layer for one microbatch, and of its gradient sum."""
+    """Ranks with one choice for all layers: seconds of each layer for one microbatch, and of its gradient sum.
+
+    Layers that cannot have the choice take infinitely long.
+    """
 
     first_rank: int
     end_rank: int
@@ -104,9 +107,7 @@ def _sequences(problem: SearchProblem, plain: Sequence[Candidate]) -> Iterator[t
     known: dict[object, tuple[_Mesh, ...]] = {}
     for candidate in plain:
         if 1 < len(candidate.stages) == len(set(candidate.pp_ranks)):
-            choices = [choice for stage in candidate.stages if (choice := _common_choice(problem, stage))]
-            if len(choices) < len(candidate.stages):
-                continue
+            choices = [Counter(stage.choices).most_common(1)[0][0] for stage in candidate.stages]
             ranks = [(stage.first_rank, stage.end_rank) for stage in candidate.stages]
             key = (candidate.num_microbatches, *zip(ranks, choices, strict=True))
             if key not in known:
@@ -124,12 +125,6 @@ def _sequences(problem: SearchProblem, plain: Sequence[Candidate]) -> Iterator[t
                     yield count, meshes
 
 
-def _common_choice(problem: SearchProblem, stage: StagePlan) -> Choice | None:
-    """The most common choice of a stage among those that every layer of the model can have."""
-    counts = Counter(stage.choices).most_common()
-    return next((choice for choice, _ in counts if problem.can_have(choice, 0, len(problem.graph.layers))), None)
-
-
 def _rank_sequences(problem: SearchProblem) -> Iterator[tuple[tuple[int, int], ...]]:
     """``((first rank, end rank), ...)`` of two or three meshes that fill the cluster."""
     total, max_num = problem.cluster.num_ranks, len(problem.graph.layers) // 2
@@ -142,15 +137,26 @@ def _rank_sequences(problem: SearchProblem) -> Iterator[tuple[tuple[int, int], .
 
 
 def _fastest(problem: SearchProblem, first: int, end: int, count: int) -> list[_Mesh]:
-    """The mesh with its fastest choice, its fastest one that allows split backwards, and one that recomputes."""
-    num_layers = len(problem.graph.layers)
+    """The mesh with its fastest choice, its fastest one that allows split backwards, and one that recomputes.
+
+    If some layers cannot have a choice, also the one that is fastest for the layers that can.
+    """
     choices = problem.choices(end - first, problem.num_samples // count)
-    made = [_mesh(problem, first, end, item, count) for item in choices if problem.can_have(item, 0, num_layers)]
-    made.sort(key=lambda mesh: count * sum(mesh.seconds) + sum(mesh.sync_seconds))
+    made = [_mesh(problem, first, end, item, count) for item in choices]
+    whole = [mesh for mesh in made if math.isfinite(sum(mesh.seconds))]
+    whole.sort(key=lambda mesh: count * sum(mesh.seconds) + sum(mesh.sync_seconds))
+    min_seconds = [min(values) for values in zip(*(mesh.seconds for mesh in made), strict=True)]
+
+    def slowdown(mesh: _Mesh) -> float:
+        pairs = [pair for pair in zip(mesh.seconds, min_seconds, strict=True) if math.isfinite(pair[0])]
+        return sum(own for own, _ in pairs) / (sum(least for _, least in pairs) or 1.0)
+
+    partial = [mesh for mesh in made if mesh not in whole and math.isfinite(min(mesh.seconds))]
     groups = (
-        made,
-        [mesh for mesh in made if not mesh.choice.recompute and not mesh.choice.zero],
-        [mesh for mesh in made if mesh.choice.recompute],
+        whole,
+        [mesh for mesh in whole if not mesh.choice.recompute and not mesh.choice.zero],
+        [mesh for mesh in whole if mesh.choice.recompute],
+        sorted(partial, key=slowdown),
     )
     return list(dict.fromkeys(group[0] for group in groups if group))
 
@@ -159,9 +165,13 @@ def _mesh(problem: SearchProblem, first: int, end: int, choice: Choice, count: i
     key = ("interleaving", first, end, choice, count)
     if key not in problem.memo:
         place = problem.place(first, end)
-        costs = [problem.layer_cost(layer, choice, place, count) for layer in range(len(problem.graph.layers))]
-        seconds = tuple(cost.forward_seconds + cost.backward_seconds for cost in costs)
-        problem.memo[key] = _Mesh(first, end, choice, seconds, tuple(cost.sync_seconds for cost in costs))
+        costs = [
+            problem.layer_cost(layer, choice, place, count) if problem.can_have(choice, layer, layer + 1) else None
+            for layer in range(len(problem.graph.layers))
+        ]
+        seconds = tuple(math.inf if cost is None else cost.forward_seconds + cost.backward_seconds for cost in costs)
+        sync_seconds = tuple(0.0 if cost is None else cost.sync_seconds for cost in costs)
+        problem.memo[key] = _Mesh(first, end, choice, seconds, sync_seconds)
     mesh: _Mesh = problem.memo[key]
     return mesh
 
@@ -190,13 +200,16 @@ def _best_cuts(meshes: Sequence[_Mesh], placement: Sequence[int]) -> list[tuple[
     All cuts of small problems; of others, a start with equal parts of the work, improved by moves.
     """
     num_layers, num = len(meshes[0].seconds), len(placement)
-    sums = [[0.0, *itertools.accumulate(mesh.seconds)] for mesh in meshes]
+    sums = [[0.0, *itertools.accumulate(map(_finite, mesh.seconds))] for mesh in meshes]
+    refused = [[0, *itertools.accumulate(map(math.isinf, mesh.seconds))] for mesh in meshes]
 
-    def busy(cuts: Sequence[int]) -> list[float]:
-        total = [0.0] * len(meshes)
+    def busy(cuts: Sequence[int]) -> tuple[int, list[float]]:
+        """Number of layers on meshes that cannot have them, and the seconds of each mesh, the busiest first."""
+        total, num_refused = [0.0] * len(meshes), 0
         for first, end, r in zip(cuts, cuts[1:], placement, strict=False):
             total[r] += sums[r][end] - sums[r][first]
-        return sorted(total, reverse=True)
+            num_refused += refused[r][end] - refused[r][first]
+        return num_refused, sorted(total, reverse=True)
 
     if math.comb(num_layers - 1, num - 1) <= MAX_CUTS:
         inners = itertools.combinations(range(1, num_layers), num - 1)
@@ -217,16 +230,20 @@ def _best_cuts(meshes: Sequence[_Mesh], placement: Sequence[int]) -> list[tuple[
 def _equal_cuts(meshes: Sequence[_Mesh], placement: Sequence[int]) -> tuple[int, ...]:
     """Cuts that give each stage about the same seconds."""
     num_layers, num = len(meshes[0].seconds), len(placement)
-    pace = len(meshes) / sum(1 / (sum(mesh.seconds) or 1.0) for mesh in meshes) / num
+    pace = len(meshes) / sum(1 / (sum(map(_finite, mesh.seconds)) or 1.0) for mesh in meshes) / num
     cuts, owed = [0], 0.0
     for number, r in enumerate(placement[:-1]):
         owed += pace
         layer, last = cuts[-1], num_layers - (num - 1 - number)
-        while layer < last and (layer == cuts[-1] or meshes[r].seconds[layer] / 2 <= owed):
-            owed -= meshes[r].seconds[layer]
+        while layer < last and (layer == cuts[-1] or _finite(meshes[r].seconds[layer]) / 2 <= owed):
+            owed -= _finite(meshes[r].seconds[layer])
             layer += 1
         cuts.append(layer)
     return (*cuts, num_layers)
+
+
+def _finite(seconds: float) -> float:
+    return seconds if math.isfinite(seconds) else 0.0
 
 
 def _moved(cuts: tuple[int, ...], max_length: int) -> Iterator[tuple[int, ...]]:

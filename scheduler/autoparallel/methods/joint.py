@@ -19,11 +19,14 @@ PACE_STEP = 1.01
 NUM_CANDIDATES, PER_COUNT = 6, 3
 
 
-def joint(problem: SearchProblem) -> tuple[Candidate, ...]:
-    """The plans that are fastest in the model of :mod:`.pace`, with true prices of all their edges, best first."""
+def joint(problem: SearchProblem, below_seconds: float = math.inf) -> tuple[Candidate, ...]:
+    """The plans that are fastest in the model of :mod:`.pace`, with true prices of all their edges, best first.
+
+    Plans count only if they take less than ``below_seconds`` in this model.
+    """
     candidates: list[Candidate] = []
     counts: dict[int, int] = {}
-    for candidate in best_plans(problem):
+    for candidate in best_plans(problem, below_seconds):
         if counts.get(candidate.num_microbatches, 0) < PER_COUNT and candidate.text not in {
             item.text for item in candidates
         }:
@@ -46,8 +49,8 @@ class _Entry:
     stages: Stages
 
 
-def best_plans(problem: SearchProblem) -> Iterator[Candidate]:
-    """Plans of all paces and numbers of microbatches, by their seconds in the model.
+def best_plans(problem: SearchProblem, below_seconds: float = math.inf) -> Iterator[Candidate]:
+    """Plans of all paces and numbers of microbatches that are faster than a limit, by their seconds in the model.
 
     Edges start with prices that no plan beats. The planner prices the edges of the best plan, and that pace is searched
     again, until the best plan has true prices only: then no other is better. Paces are searched in the order of their
@@ -68,7 +71,7 @@ def best_plans(problem: SearchProblem) -> Iterator[Candidate]:
                 for bottleneck_seconds in pace_grid(made)
             ]
     heapq.heapify(heap)
-    while heap:
+    while heap and heap[0].seconds < below_seconds:
         entry = heapq.heappop(heap)
         count, bottleneck_seconds = entry.count, entry.pace
         if entry.is_exact:

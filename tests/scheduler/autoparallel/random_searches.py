@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from reshard.parallel.layer_price import LayerSizes
 from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, Tensor
-from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_bound
+from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
 from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods.pace import make_tables
 from reshard.topology import Host, Port, Topology
@@ -80,6 +81,25 @@ def make_problem(seed, *, max_layers=3, executable=True, grids=False, ties=False
     rules = ChoiceRules(executable=executable)
     counts = (rng.choice([2, 4]),)
     return SearchProblem(graph, make_cluster(rng, sizes, memory), profile, 8, rules=rules, microbatch_counts=counts)
+
+
+def make_problem_with_one_layer_off_grids(seed):
+    """A problem in which only grids divide layers over ranks, and most layers but not all can be on one."""
+    rng = random.Random(f"off grids {seed}")
+    graph = make_graph(rng, rng.randint(4, 6))
+    sizes = LayerSizes(64, 16, ((64, 192), (256, 64)), 2, 8, 2)
+    refused = rng.randrange(len(graph.layers))
+    alone = {"tp_limit": 1, "tp_params": 0, "tp_saved_bytes": 0, "tp_sums": 0, "tp_sum_bytes": 0}
+    layers = tuple(
+        replace(layer, key="refused", grid_refusal="no converter", **alone)
+        if number == refused
+        else replace(layer, grid_sizes=sizes, **alone)
+        for number, layer in enumerate(graph.layers)
+    )
+    graph = replace(graph, layers=layers)
+    cluster = make_cluster(rng, rng.choice([(2, 1), (1, 2), (2, 2)]), 1e9)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e11)
+    return SearchProblem(graph, cluster, profile, 8, microbatch_counts=(8,))  # microbatches have one sample
 
 
 def all_plans(tables):

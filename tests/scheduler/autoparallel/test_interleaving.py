@@ -12,8 +12,13 @@ from reshard.scheduler.autoparallel import Choice, ChoiceRules, TrainingPlan, se
 from reshard.scheduler.autoparallel.costs.device_peaks import peak_of_stages
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan, check_stages
+from reshard.scheduler.autoparallel.methods import auto as auto_method
 from reshard.scheduler.autoparallel.parts import choose_part
-from tests.scheduler.autoparallel.random_searches import least_interleaved_seconds, make_problem
+from tests.scheduler.autoparallel.random_searches import (
+    least_interleaved_seconds,
+    make_problem,
+    make_problem_with_one_layer_off_grids,
+)
 
 
 def check_interleaved(seed):
@@ -39,12 +44,24 @@ def test_no_interleaved_plan_is_faster_than_the_choice_or_below_the_bound(seed, 
     assert check_interleaved(seed) >= gain
 
 
-@pytest.mark.parametrize("seed", [1, 3, 4, 12])
-def test_stages_are_interleaved_where_some_layers_cannot_be_on_the_grid_of_the_best_plan(seed):
-    problem = make_problem(seed, max_layers=6, grids=True)
-    plain = choose_part(problem.changed(rules=replace(problem.rules, max_stages_per_rank=1)))
+@pytest.mark.parametrize("seed", [1, 5, 7])
+def test_meshes_on_grids_have_the_layers_that_can_be_on_them(seed):
+    problem = make_problem_with_one_layer_off_grids(seed)
     found = choose_part(problem)
-    assert found.seconds <= plain.seconds * (1 + 1e-9)
+    assert len(set(found.pp_ranks)) < len(found.stages)
+    assert any(stage.choices[0].grid for stage in found.stages)
+    assert found.seconds <= least_interleaved_seconds(problem, math.inf) * (1 + 1e-9)
+
+
+def test_moves_improve_as_many_other_candidates_if_the_fastest_are_interleaved(monkeypatch):
+    problem = make_problem(0, max_layers=6)
+    plain = auto_method.evaluate_all(problem, auto_method.auto(problem))
+    shared = auto_method.interleave(problem, plain, plain[0].seconds)
+    assert shared
+    starts = []
+    monkeypatch.setattr(auto_method, "improve", lambda problem, start: starts.append(start) or start)
+    auto_method.refine(problem, [*shared, *plain])
+    assert starts[: auto_method.NUM_IMPROVED] == plain[: auto_method.NUM_IMPROVED]
 
 
 def test_an_interleaved_plan_says_which_stages_share_ranks_and_is_read_back():

@@ -13,9 +13,10 @@ import pytest
 from reshard.scheduler import simulate_schedule
 from reshard.scheduler.autoparallel import Choice
 from reshard.scheduler.autoparallel.costs.device_peaks import peak_of_stage
-from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_bound, step_seconds
+from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_seconds
 from reshard.scheduler.autoparallel.costs.layer_costs import LayerCost, late_bytes, slowest_of, working_bytes
 from reshard.scheduler.autoparallel.costs.problem import Candidate
+from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide

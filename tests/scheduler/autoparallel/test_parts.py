@@ -46,6 +46,19 @@ def test_no_plan_on_a_part_of_the_cluster_is_faster_than_the_choice_or_below_the
     assert math.isinf(seconds) or bound > 0.2 * seconds
 
 
+def test_the_part_with_the_fastest_quick_plan_is_searched_first_and_rules_out_others(monkeypatch):
+    cluster = Cluster(Topology.uniform((0, 0, 1, 1, 2, 2), 1e6), 1e9)
+    whole = _Part((), SearchProblem(GRAPH, cluster, FAST, 8, microbatch_counts=(1, 2)))
+    assert min(whole.problem.cluster.parts(), key=len) == (0,)
+    limits, search_part = [], parts._search_part
+    monkeypatch.setattr(parts, "_search_part", lambda *args: limits.append((args[0], args[2])) or search_part(*args))
+    searched = _search_parts(whole, lambda done, text: None)
+    (first, limit), *others = limits
+    assert len(first.ranks) == 2 and first.is_refined and first.seconds <= limit
+    assert all(limit <= first.seconds and not part.is_refined for part, limit in others)
+    assert searched[0] is first
+
+
 @pytest.mark.integration
 def test_a_stage_waits_for_its_slowest_device():
     mixed = Cluster(HOSTS, 1e9, device_types=("new", "old", "new", "new"))

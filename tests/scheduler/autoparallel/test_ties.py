@@ -12,8 +12,9 @@ import reshard.scheduler as rs
 from reshard.compression import Policy
 from reshard.cost import simulate
 from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, LayerProfile, search, trace_module
-from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_bound
+from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
 from reshard.scheduler.autoparallel.costs.tie_prices import TiePrices
 from reshard.scheduler.autoparallel.inputs.layer_graph import is_shared
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
@@ -100,6 +101,18 @@ def test_each_of_three_stages_pays_for_two_sends():
     (each,) = problem.ties.exchanges(plan((3, 1, Choice()), (4, 2, Choice()), (6, 3, Choice())))
     assert each.stages == (0, 2)  # two of the layers are in one stage
     assert each.seconds == pytest.approx(4 * SHARED / NIC)
+
+
+def test_stages_of_a_v_share_parameters_with_earlier_ranks_or_with_their_own():
+    ranks, cuts = ((0, 1), (1, 2), (1, 2), (0, 1)), (0, 1, 3, 5, 6)
+    stages = tuple(
+        StagePlan(first, end, *own, (Choice(),) * (end - first))
+        for first, end, own in zip(cuts, cuts[1:], ranks, strict=False)
+    )
+    (later_first,) = make_problem_of((0, 1), ((1, 5), SHARED)).ties.exchanges(stages)
+    assert (later_first.stages, later_first.seconds) == ((1, 3), pytest.approx(4 * SHARED / NIC))
+    (same,) = make_problem_of((0, 1)).ties.exchanges(stages)
+    assert (same.stages, same.seconds) == ((0, 3), 0)
 
 
 @pytest.mark.parametrize(

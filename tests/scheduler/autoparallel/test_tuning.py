@@ -7,18 +7,22 @@ from dataclasses import replace
 import pytest
 
 from reshard.scheduler import one_f_one_b, simulate_schedule, zb_h1
-from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, tune
+from reshard.scheduler.autoparallel import Choice, ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, tune
 from reshard.scheduler.autoparallel.costs.iteration import step_seconds
-from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.searching import choose_training_plan
 from reshard.scheduler.autoparallel.tuning import Measurement, correct_profile, is_same
+from reshard.scheduler.ir.actions import Kind
 from reshard.scheduler.ir.text import format_schedule
 from reshard.topology import Topology
 
 
 def make_graph(num=6):
-    layers = [Layer(f"layers.{i}", f"kind {min(i, num - 2) // 2}", 1e9, 10**7, 1e5, 1e4) for i in range(num)]
+    half = {"tp_limit": 2, "tp_params": 5 * 10**6, "tp_saved_bytes": 5e4, "tp_sums": 2, "tp_sum_bytes": 1e4}
+    kinds = [f"kind {min(i, num - 2) // 2}" for i in range(num)]
+    layers = [Layer(f"layers.{i}", kinds[i], 1e9, 10**7, 1e5, 1e4, **half) for i in range(num)]
     return LayerGraph.chain(layers, [(1, 25_000)] * (num - 1))
 
 
@@ -45,7 +49,8 @@ def run_on(problem):
         costs = tuple(problem.stage_cost(stage, training_plan.num_microbatches) for stage in training_plan.stages)
         pipeline = problem.pipeline(training_plan.stages, training_plan.num_microbatches)
         timeline = simulate_schedule(training_plan.schedule, pipeline)
-        return Measurement((step_seconds(timeline, costs),), (timeline,))
+        seconds = step_seconds(timeline, costs, pp_ranks=training_plan.pp_ranks)
+        return Measurement((seconds,), (timeline,))
 
     return measure
 
@@ -67,6 +72,29 @@ def test_a_measured_step_corrects_the_profile(build):
     again = run_on(wrong.changed(profile=profile))(training_plan)
     assert again.seconds == pytest.approx(measured.seconds, rel=1e-3)
     assert profile.message_seconds == pytest.approx(2e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("choice", "pp_ranks"),
+    [(Choice(recompute=True), (0, 1)), (Choice(2), (0, 1)), (Choice(2), (0, 1, 1, 0))],
+    ids=str,
+)
+def test_measured_steps_correct_times_of_shared_and_recomputed_layers_and_of_interleaved_stages(choice, pp_ranks):
+    wrong, true = (make_problem(times, hosts=(0, 0, 1, 1)) for times in (WRONG, TRUE))
+    cuts = (0, 3, 6) if len(pp_ranks) == 2 else (0, 2, 3, 5, 6)
+    stages = tuple(
+        StagePlan(first, end, 2 * r, 2 * r + 2, (choice,) * (end - first))
+        for first, end, r in zip(cuts, cuts[1:], pp_ranks, strict=False)
+    )
+    training_plan = choose_training_plan(wrong, lambda problem: [Candidate("by hand", stages, 4)])
+    measured = run_on(true)(training_plan)
+    corrected = wrong.changed(profile=correct_profile(wrong, training_plan, measured.timelines))
+    assert run_on(corrected)(training_plan).seconds == pytest.approx(measured.seconds, rel=1e-3)
+    if not choice.recompute:
+        assert any(span.action.kind is Kind.W for span in measured.timelines[0].spans)
+    for stage in stages:
+        seconds = [problem.stage_cost(stage, 4).weight_grad_seconds for problem in (corrected, true)]
+        assert seconds[0] == pytest.approx(seconds[1], rel=1e-3)
 
 
 def test_the_loop_ends_with_the_true_choice():
