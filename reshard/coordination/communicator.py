@@ -95,7 +95,15 @@ class Channel:
         self.group.check_usable()
         with self._lock, in_round(self.group):
             request = replace(request, generation=self.generation + (self.broken is not None))
-            decision = self.rendezvous.hold(request, decide, timeout_seconds, fault_tolerant)
+            try:
+                decision = self.rendezvous.hold(request, decide, timeout_seconds, fault_tolerant)
+            except ReshardError:
+                raise
+            except BaseException as error:  # the others may have the decision, and connect or transfer already
+                self.fail(
+                    request.generation, RemoteError(f"rank {self.group.rank} left a call: {type(error).__name__}")
+                )
+                raise
             if decision.generation != self.generation:
                 self.generation, self.broken = decision.generation, None
             return decision.round, decision
