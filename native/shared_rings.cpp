@@ -232,8 +232,42 @@ class Rings {
         return op;
     }
     // Moves data of all operations until one is done. Returns whether it is; throws if it never will be.
+    // Once the rings are closed, it throws after the last copy, so that the caller may use its arrays again.
     bool wait(const std::shared_ptr<Operation> &op, double seconds) {
         nb::gil_scoped_release release;
+        try {
+            return move_until_done(op, seconds);
+        } catch (...) {
+            if (closed_.load())
+                clear();
+            throw;
+        }
+    }
+    // Ends all waits, here and on the other ranks. Afterwards nothing reads or writes the arrays of operations, also if
+    // another thread has begun to close.
+    void close() {
+        if (getpid() != process_) // a forked child must not touch what it shares
+            return;
+        if (!closed_.exchange(true)) {
+            own_.header().closed.store(1);
+            own_.ring(true);
+            for (auto &peer : peers_)
+                if (peer)
+                    peer->segment.ring(true);
+        }
+        clear();
+    }
+
+  private:
+    // Forgets all operations, after the threads that copy have ended. No thread begins to: the rings are closed.
+    void clear() {
+        for (auto &peer : peers_)
+            if (peer) {
+                std::scoped_lock locks(peer->sending, peer->receiving);
+                peer->sends.clear(), peer->recvs.clear(), peer->ungranted.clear();
+            }
+    }
+    bool move_until_done(const std::shared_ptr<Operation> &op, double seconds) {
         const auto deadline = Clock::now() + std::chrono::duration_cast<Clock::duration>(
                                                  std::chrono::duration<double>(std::clamp(seconds, 0.0, 1e6)));
         Header &header = own_.header();
@@ -270,21 +304,7 @@ class Rings {
         own_.ring(); // another thread may have left work to this one, also if it does not sleep yet
         return true;
     }
-    // Ends all waits, here and on the other ranks. Afterwards nothing reads or writes the arrays of operations.
-    void close() {
-        if (closed_.exchange(true) || getpid() != process_) // a forked child must not touch what it shares
-            return;
-        own_.header().closed.store(1);
-        own_.ring(true);
-        for (auto &peer : peers_)
-            if (peer) {
-                peer->segment.ring(true);
-                std::scoped_lock locks(peer->sending, peer->receiving);
-                peer->sends.clear(), peer->recvs.clear(), peer->ungranted.clear();
-            }
-    }
 
-  private:
     struct Peer {
         Segment segment;
         int descriptor = -1; // of the process

@@ -18,13 +18,19 @@ from reshard.api.lossless_mover import LosslessTransfers
 from reshard.api.opened_plan import open_plan
 from reshard.api.queued_transfers import QueuedTransfers
 from reshard.api.transfer_arrays import ArrayReader, MoverArrays, shard_shapes
-from reshard.coordination import Owner, find_group, publish_exceptions
+from reshard.coordination import Owner, find_group, leave_interrupted, publish_exceptions, publish_interruption
 from reshard.errors import ArgumentError, ReshardError
 from reshard.plan import Plan
 from reshard.public_api import not_compiled
 from reshard.runtime.cuda.host_copies import to_device, to_host
 from reshard.runtime.cuda.stream import is_capturing
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
+
+
+def _leave_opening(error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count and publish that this rank leaves the making of a Mover, after an exception before its group knew of it."""
+    given = dict(zip(("self", "plan", "group"), args, strict=False)) | kwargs
+    leave_interrupted(error, find_group(given.get("group")), lambda: given["plan"].ranks)
 
 
 def _fail_interrupted(error: BaseException, args: tuple[Any, ...], _: dict[str, Any]) -> None:
@@ -115,6 +121,7 @@ class Mover:
         TransferTimeoutError: a rank did not join in time. RankLostError: with ``fault_tolerant``, ranks were lost.
     """
 
+    @publish_exceptions(_leave_opening)
     @not_compiled
     def __init__(
         self,
@@ -129,28 +136,32 @@ class Mover:
         communicator_index: int = 0,
         compression: str | None = None,
     ) -> None:
-        opened = open_plan(
-            plan,
-            find_group(group),
-            timeout_seconds=timeout_seconds,
-            device=device,
-            verify=verify,
-            both_ways=both_ways,
-            fault_tolerant=fault_tolerant,
-            communicator_index=communicator_index,
-            compression=compression,
-        )
-        agreed = opened.agreed
-        self.plan, self._agreed, self._transfers, self._is_copied = plan, agreed, opened.transfers, opened.is_copied
-        self._group = agreed.channel.group
-        self._reader = ArrayReader(plan, agreed.program, self._group, device)
-        self._lossless: LosslessTransfers | None = None
-        if compression is not None:
-            self._lossless = LosslessTransfers(agreed, compression, self._transfers.timeout_seconds, verify, both_ways)
-        self._owner, self._closed = Owner(), False
-        self._plain_shards: _PlainShards | None = None
-        if isinstance(opened.transfers, QueuedTransfers) and not opened.is_copied and compression is None:
-            self._plain_shards = _PlainShards.of(plan, agreed.program.rank)
+        members = find_group(group)
+        with publish_interruption(members, lambda: plan.ranks):
+            opened = open_plan(
+                plan,
+                members,
+                timeout_seconds=timeout_seconds,
+                device=device,
+                verify=verify,
+                both_ways=both_ways,
+                fault_tolerant=fault_tolerant,
+                communicator_index=communicator_index,
+                compression=compression,
+            )
+            agreed = opened.agreed
+            self.plan, self._agreed, self._transfers, self._is_copied = plan, agreed, opened.transfers, opened.is_copied
+            self._group = agreed.channel.group
+            self._reader = ArrayReader(plan, agreed.program, self._group, device)
+            self._lossless: LosslessTransfers | None = None
+            if compression is not None:
+                self._lossless = LosslessTransfers(
+                    agreed, compression, self._transfers.timeout_seconds, verify, both_ways
+                )
+            self._owner, self._closed = Owner(), False
+            self._plain_shards: _PlainShards | None = None
+            if isinstance(opened.transfers, QueuedTransfers) and not opened.is_copied and compression is None:
+                self._plain_shards = _PlainShards.of(plan, agreed.program.rank)
 
     @property
     def staging_allocated_bytes(self) -> int:

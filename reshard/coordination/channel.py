@@ -60,7 +60,7 @@ class Channel:
         self._pid = os.getpid()
         self.key = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
         self._store = group.store.under(f"u/{self.key}")
-        self._lock = threading.RLock()
+        self._lock, self._aborting = threading.RLock(), threading.RLock()
         self.rendezvous = Rendezvous(group, members, self._store)
         self.transfers = 0  # number of fault-tolerant transfers
         self.num_started = 0  # transfers started on a GPU
@@ -95,7 +95,15 @@ class Channel:
         self.group.check_usable()
         with self._lock, in_round(self.group):
             request = replace(request, generation=self.generation + (self.broken is not None))
-            decision = self.rendezvous.hold(request, decide, timeout_seconds, fault_tolerant)
+            try:
+                decision = self.rendezvous.hold(request, decide, timeout_seconds, fault_tolerant)
+            except ReshardError:
+                raise
+            except BaseException as error:  # the others may have the decision, and connect or transfer already
+                self.fail(
+                    request.generation, RemoteError(f"rank {self.group.rank} left a call: {type(error).__name__}")
+                )
+                raise
             if decision.generation != self.generation:
                 self.generation, self.broken = decision.generation, None
             return decision.round, decision
@@ -247,15 +255,19 @@ class Channel:
                 raise error
 
     def record_error(self, generation: int, error: ReshardError) -> ReshardError:
-        """Mark the transport of a generation as failed; the next agreement makes a new one. Returns its first error."""
+        """Mark the transport of a generation as failed; the next agreement makes a new one. Returns its first error.
+
+        It returns after the transport has been aborted, by whichever thread: nothing arrives in an array any more.
+        """
         if generation != self.generation or self._pid != os.getpid():
             return error
-        if self.broken is None:
-            self.broken = error
-            self.rendezvous.links.reason = describe_error(error)
-            if self._connections is not None and self._connections[0] == generation:
-                self._connections[1].abort()
-        return self.broken
+        with self._aborting:
+            if self.broken is None:
+                self.broken = error
+                self.rendezvous.links.reason = describe_error(error)
+                if self._connections is not None and self._connections[0] == generation:
+                    self._connections[1].abort()
+            return self.broken
 
     def find_failure(self, generation: int) -> ReshardError | None:
         """The error that ended the transport of a generation, if that is the current one."""

@@ -17,6 +17,8 @@ from reshard.testing.processes import run_processes
 from tests.api.test_wrong_data import COLS, ROWS, WHOLE
 from tests.support.tensors import result_or_error, same_bytes, take_shard
 
+PAIR = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
+
 
 class _Alarm(Exception):
     pass
@@ -150,6 +152,48 @@ def test_interrupted_start_ends_the_movers_transfers_on_every_rank(monkeypatch):
             for text in results[1:]
         ), results
         assert "KeyboardInterrupt" in str(results[-1]) or "closed the connections" in str(results[-1]), results
+
+
+def _interrupted_before_connecting(rank, place, monkeypatch):
+    """KeyboardInterrupt is raised on rank 1 while it makes a Mover; then both make one again."""
+    plan = reshard.make_plan(*PAIR, (8, 6), "float32")
+
+    def move(step):
+        source = torch.arange(24.0).view(4, 6) + 24 * rank + 100 * step
+        with reshard.Mover(plan, timeout_seconds=20) as mover:
+            return mover(source)
+
+    results, begun = [], time.monotonic()
+    for step in range(2):
+        with monkeypatch.context() as patched:
+            if rank == 1 and step == 0:
+                patched.setattr(place, _interrupt)
+            try:
+                out = move(step)
+                wanted = torch.arange(48.0).view(8, 6)[:, 3 * rank : 3 * rank + 3] + 100 * step
+                results.append("right" if torch.equal(out, wanted) else "wrong")
+            except (reshard.ReshardError, KeyboardInterrupt) as error:
+                results.append(f"{type(error).__name__}: {error}")
+        if rank == 1 and step == 0:
+            time.sleep(4.0)  # so that no later call of this rank ends that of the other one
+    return results, time.monotonic() - begun
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "place",
+    [
+        "reshard.coordination.control_channel.Spoke.take_answer",
+        "reshard.api.opened_plan.build_program",
+        "reshard.api.mover.ArrayReader",
+    ],
+)
+def test_interrupt_before_ranks_connect_is_named_at_once_and_no_later_call_matches(place, monkeypatch):
+    (first, seconds), (other, _) = run_processes(_interrupted_before_connecting, 2, place, monkeypatch)
+    assert other[0] == "KeyboardInterrupt: "
+    assert "rank 1 left a call: KeyboardInterrupt" in first[0], first
+    assert "wrong" not in first + other
+    assert seconds < 12, first  # neither call waits until its timeout
 
 
 def _leave_small_call(rank, how, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 
@@ -11,6 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import reshard
+from reshard.coordination.communicator import find_channel
+from reshard.errors import RemoteError
 from reshard.runtime.transport.connections import abort_group
 from reshard.testing import LaunchError, run_processes
 
@@ -39,3 +43,36 @@ def test_abort_ends_waits_for_live_ranks_after_another_rank_died():
         run_processes(_wait_for_each_other, 3, 0, grace_seconds=60)
     assert len(caught.value.results) == 2
     assert max(caught.value.results.values()) < 5
+
+
+class _SlowConnections:
+    """Connections over which data arrives until their abort ends."""
+
+    def __init__(self):
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def abort(self):
+        """End when the test says so."""
+        self.begun.set()
+        assert self.released.wait(20)
+
+
+def test_no_thread_reports_a_failed_transfer_before_the_abort_of_another_thread_ends():
+    with reshard.join(dist.HashStore(), 0, 2) as group:
+        channel = find_channel(group, (0, 1))
+        connections = _SlowConnections()
+        channel._connections = channel.generation, connections
+        threads = [
+            threading.Thread(target=channel.record_error, args=(channel.generation, RemoteError(text)))
+            for text in ("first", "second")
+        ]
+        threads[0].start()
+        assert connections.begun.wait(20)
+        threads[1].start()
+        threads[1].join(0.2)
+        assert threads[1].is_alive()
+        connections.released.set()
+        for thread in threads:
+            thread.join(20)
+        assert str(channel.broken) == "first"
+        channel._connections = None

@@ -147,6 +147,38 @@ def test_close_ends_waits_on_both_ranks_and_the_arrays_stay_as_they_are():
         pair.recv(tabulate_buffers([out]), out)
 
 
+def test_each_close_and_each_error_comes_after_the_last_copy():
+    """While one thread copies a slot and a second one closes, a third closes too, and a fourth waits for another rank."""
+    stride = 2**10
+    out, sent = torch.zeros(SLOT_BYTES * stride, dtype=torch.uint8), torch.ones(SLOT_BYTES, dtype=torch.uint8)
+
+    def wait_and_look(work, seen):
+        with pytest.raises(RuntimeError, match="closed"):
+            wait(work)
+        seen.append(int(out[::stride].sum()))
+
+    for _ in range(3):
+        pair = Pair()
+        slow = np.array([[out.data_ptr(), 1, SLOT_BYTES, stride]])  # a page for every four bytes
+        received, other = pair.recv(slow, out, 7), pair.recv(tabulate_buffers([sent]), sent, 8)
+        wait(pair.send(tabulate_buffers([sent]), sent, 7))
+        seen: list[int] = []
+        threads = [threading.Thread(target=wait, args=(received,))]
+        threads[0].start()
+        while not out[0]:
+            pass
+        threads.append(threading.Thread(target=wait_and_look, args=(other, seen)))
+        threads.append(threading.Thread(target=pair.ranks[1].close))
+        for thread in threads[1:]:
+            thread.start()
+        pair.ranks[1].close()
+        seen.append(int(out[::stride].sum()))
+        for thread in threads:
+            thread.join()
+        assert seen == [SLOT_BYTES] * 2
+        out.zero_()
+
+
 def test_what_a_rank_sent_before_it_closed_arrives_although_another_thread_is_copying_it():
     size = 4 * SLOT_BYTES  # all of it fits the slots, so the sender is done at once
     sent, out = torch.ones(size, dtype=torch.uint8), torch.zeros(2 * size, dtype=torch.uint8)
