@@ -48,6 +48,7 @@ CASES = {
     "native": ("kernels.native", "native code beside its Python references"),
     "codecs": ("kernels.codecs", "rates of the codecs on one core"),
     "memory": ("strategies.memory", "predicted and counted bytes of training strategies"),
+    "variants": ("strategies.variants", "the choice of the search beside six training plans of a U-Net"),
     "accuracy": ("strategies.accuracy", "predicted and measured steps of strategies"),
     "all_divisions": ("strategies.all_divisions", "the choice of the search beside all divisions into stages"),
     "true_profile": ("strategies.true_profile", "gain of overlapped transfers and of a true profile"),
