@@ -151,7 +151,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _doctor(timeout_seconds: float) -> int:
     """1 if there are problems, else 0. Ranks other than 0 return 0: torchrun would end rank 0 once one fails."""
-    if not {"RANK", "WORLD_SIZE"} & set(os.environ):
+    if not {"RANK", "WORLD_SIZE"} & set(os.environ) or importlib.util.find_spec("torch") is None:
         from reshard.cli.machine import examine_machine
 
         return print_findings(*examine_machine())

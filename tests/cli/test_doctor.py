@@ -120,6 +120,17 @@ def test_no_rank_fails_before_rank_0_has_printed(monkeypatch, capsys):
     assert capsys.readouterr().out == "a: ranks 0-1\nPROBLEM rank 1: no route\n"
 
 
+def test_a_rank_without_torch_learns_what_to_install(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(main.importlib.util, "find_spec", lambda _: None)
+    version = machine._version
+    monkeypatch.setattr(machine, "_version", lambda name: None if name == "torch" else version(name))
+    assert main.main(["doctor"]) == 1
+    assert (
+        "PROBLEM torch is not installed, and reshard[torch] needs it: pip install 'torch>=" in capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
