@@ -235,7 +235,10 @@ def find_problems(facts_by_rank: Sequence[Facts], unreached: Sequence[tuple[int,
     problems += _differences([facts["versions"] for facts in facts_by_rank])
     if len({facts["gpus"] > 0 for facts in facts_by_rank}) > 1:
         without = [rank for rank, facts in enumerate(facts_by_rank) if not facts["gpus"]]
-        problems.append(f"ranks {format_ranks(without)} have no GPU, but the others have")
+        problems.append(
+            f"ranks {format_ranks(without)} have no GPU, but the others have: run `reshard doctor` without torchrun on "
+            f"{', '.join(sorted({facts_by_rank[rank]['host'] for rank in without}))}"
+        )
     return problems
 
 

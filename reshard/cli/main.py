@@ -150,15 +150,15 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _doctor(timeout_seconds: float) -> int:
-    """1 if there are problems, else 0."""
-    if not {"RANK", "WORLD_SIZE"} & set(os.environ):
+    """1 if there are problems, else 0. Ranks other than 0 return 0: torchrun would end rank 0 once one fails."""
+    if not {"RANK", "WORLD_SIZE"} & set(os.environ) or importlib.util.find_spec("torch") is None:
         from reshard.cli.machine import examine_machine
 
         return print_findings(*examine_machine())
     from reshard.cli.doctor import examine
 
     findings = examine(timeout_seconds)
-    return print_findings(*findings) if os.environ.get("RANK") == "0" else int(bool(findings[1]))
+    return print_findings(*findings) if os.environ.get("RANK") == "0" else 0
 
 
 def print_findings(lines: Sequence[str], problems: Sequence[str]) -> int:

@@ -173,10 +173,10 @@ def reset_reducer(ddp: Any) -> None:
 
 
 def fsdp_ranks(module: Any) -> list[int] | None:
-    """World ranks of the shards and replicas of an FSDP module; None if torch does not expose them."""
+    """World ranks of the shards and replicas of an FSDP module; None if it holds no sharded parameter itself."""
     try:
         return sorted(module._get_fsdp_state()._fsdp_param_group.mesh_info.mesh.mesh.flatten().tolist())
-    except AttributeError:
+    except AttributeError:  # no group of parameters
         return None
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from reshard.cli import machine
+from reshard.cli import doctor, machine, main
 from reshard.cli.doctor import examine, find_problems
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.testing.processes import run_processes
@@ -47,7 +47,7 @@ def test_problems_name_the_rank_and_the_remedy():
             _facts(versions={"torch": "2.13.0", "NCCL": "2.30.1"}),
             "NCCL has different versions: ranks 0 2.29.7; ranks 1 2.30.1",
         ),
-        (_facts(gpus=0), "ranks 1 have no GPU, but the others have"),
+        (_facts(gpus=0), "ranks 1 have no GPU, but the others have: run `reshard doctor` without torchrun on a"),
     ]
     for facts, text in cases:
         problems = find_problems([_facts(), facts], [])
@@ -107,6 +107,28 @@ def test_rank_0_serves_the_store_without_an_agent():
         (error,) = run_processes(_alone, 1, number, init_group=False)
         assert error.startswith(f"ArgumentError: rank 0 cannot serve a store at 127.0.0.1 port {number}: "), error
     assert run_processes(_alone, 2, number, init_group=False) == [(1, [])] * 2
+
+
+def test_no_rank_fails_before_rank_0_has_printed(monkeypatch, capsys):
+    """Torchrun ends all ranks once one fails."""
+    monkeypatch.setattr(doctor, "examine", lambda _: (["a: ranks 0-1"], ["rank 1: no route"]))
+    status = {}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        status[rank] = main.main(["doctor"])
+    assert status == {"0": 1, "1": 0}
+    assert capsys.readouterr().out == "a: ranks 0-1\nPROBLEM rank 1: no route\n"
+
+
+def test_a_rank_without_torch_learns_what_to_install(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(main.importlib.util, "find_spec", lambda _: None)
+    version = machine._version
+    monkeypatch.setattr(machine, "_version", lambda name: None if name == "torch" else version(name))
+    assert main.main(["doctor"]) == 1
+    assert (
+        "PROBLEM torch is not installed, and reshard[torch] needs it: pip install 'torch>=" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def _one_never_calls(rank):
         text = "nothing was raised"
     except reshard.errors.TransferTimeoutError as error:
         text = str(error)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     return text
 
 

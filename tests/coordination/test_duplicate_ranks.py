@@ -45,7 +45,7 @@ def test_two_processes_with_one_rank_are_named_on_all_ranks(ranks, twice, on_los
     assert f"as rank {twice}: " in text
     for rank, (_, seconds, pid, hostname) in zip(ranks, results, strict=True):
         assert (f"process {pid} on host {hostname}" in text) == (rank == twice)
-        assert seconds < 5
+        assert seconds < 20
 
 
 def _join_late(process, port):

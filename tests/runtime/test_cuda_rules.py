@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import time
 import weakref
 from datetime import timedelta
 from unittest.mock import Mock
@@ -181,11 +180,12 @@ def test_unfinished_transfers_are_awaited_at_exit(monkeypatch):
 
 def test_process_exit_waits_for_all_transfers_under_one_deadline(monkeypatch):
     waited = []
-    watches = [Mock(finish=lambda seconds: waited.append(seconds) or time.sleep(0.1)) for _ in range(3)]
-    monkeypatch.setattr(handle, "EXIT_SECONDS", 0.15)
+    watches = [Mock(finish=waited.append) for _ in range(3)]
+    monkeypatch.setattr(handle, "time", Mock(monotonic=lambda: 100 + 2 * len(waited)))  # each wait takes 2 s
+    monkeypatch.setattr(handle, "EXIT_SECONDS", 3)
     monkeypatch.setattr(handle, "_unfinished", set(watches))
     handle._finish_streams()
-    assert waited[0] > 0.14 and waited[1] < 0.06 and waited[2] == 0
+    assert waited == [3, 1, 0]
 
 
 @pytest.mark.parametrize("fails", ["time", "a rank", "NCCL"])
@@ -203,7 +203,7 @@ def test_ranks_that_do_not_connect_are_awaited_until_the_deadline(monkeypatch, f
     }[fails]
     exchange = nccl_exchange.NcclExchange(communicator, {rank: rank for rank in range(4)}, CPU)
     with pytest.raises(error, match=text):
-        exchange.connect(0, rounds, 0.3, poll)
+        exchange.connect(0, rounds, 0.3 if fails == "time" else 60.0, poll)
     sent = [(nbytes, peer) for call in communicator.exchange.call_args_list for _, nbytes, peer in call.args[1]]
     assert sorted(sent) == [(1, 2), (1, 3)]  # one byte to each receiver
 

@@ -112,7 +112,7 @@ def _absent(rank, port, path):
 
 
 def test_absent_rank_is_awaited_until_the_timeout(standin):
-    assert run_processes(_absent, 1, standin, init_group=False)[0] < 5
+    assert run_processes(_absent, 1, standin, init_group=False)[0] < 20
 
 
 def _unmatched_group(rank, port, path):
@@ -143,7 +143,7 @@ def _unmatched_group(rank, port, path):
 def test_abort_ends_the_wait_of_another_thread(standin):
     (failures, seconds), _ = run_processes(_unmatched_group, 2, standin, init_group=False)
     assert failures == ["the communicator was aborted"]
-    assert seconds < 2
+    assert seconds < 20
 
 
 def _exchange_in_threads(rank, port, path):
@@ -175,14 +175,15 @@ def test_threads_wait_until_the_group_of_another_is_launched(standin):
 
 def _two_hang(rank, port, path, monkeypatch):
     """On rank 0, a receive hangs on each of two communicators. The abort of one returns only after both are aborted."""
-    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.6)  # ends before rank 1 does, which would end the receives
+    monkeypatch.setattr(nccl, "ABORT_SECONDS", 20.0)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     connections = Connections(torch.distributed.HashStore(), 0, (0, 1))
     both = [_communicator(path, rank, port, 2, key=f"id {number}", timeout_seconds=60.0) for number in range(2)]
     got, own = torch.empty(1), torch.ones(1)
     for comm in both:
         comm.exchange([_message(got, 1 - rank)], [_message(own, 1 - rank)], stream=0)
     if rank == 1:
-        time.sleep(1.2)
+        store.wait(["aborted"])  # the end of this rank would end the receives
         return None
     failures = []
 
@@ -200,14 +201,15 @@ def _two_hang(rank, port, path, monkeypatch):
     connections.abort()
     seconds = time.monotonic() - begun
     for thread in threads:
-        thread.join(5.0)
+        thread.join(20.0)
+    store.set("aborted", "")
     return len(failures), seconds
 
 
 def test_hanging_communicators_are_aborted_together(standin, monkeypatch):
     (ended, seconds), _ = run_processes(_two_hang, 2, standin, monkeypatch, init_group=False)
     assert ended == 2
-    assert seconds < 0.6
+    assert seconds < 10
 
 
 def _close_under_a_graph(rank, port, path, monkeypatch):
@@ -228,12 +230,13 @@ def _close_under_a_graph(rank, port, path, monkeypatch):
 
 def test_close_returns_while_a_graph_holds_the_communicator(standin, monkeypatch):
     (seconds,) = run_processes(_close_under_a_graph, 1, standin, monkeypatch, init_group=False)
-    assert 0.7 <= seconds < 3
+    assert 0.7 <= seconds < 20
 
 
 def _close_beside_a_receive(rank, port, path, monkeypatch):
     """Rank 0 closes a communicator while a receive on another one waits for rank 1."""
     monkeypatch.setattr(nccl, "CLOSE_SECONDS", 0.4)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
     waits = _communicator(path, rank, port, 2)
     got, own = torch.zeros(1), torch.ones(1)
     waits.exchange([_message(got, 1 - rank)], [_message(own, 1 - rank)], stream=0)
@@ -246,10 +249,11 @@ def _close_beside_a_receive(rank, port, path, monkeypatch):
     closes.close()
     seconds = time.monotonic() - begun
     if rank == 1:
-        time.sleep(1.5)
+        store.wait(["closed"])
         waits.exchange([], [_message(own, 0)], stream=0)
     else:
-        thread.join(10.0)
+        store.set("closed", "")
+        thread.join(20.0)
         assert closes._ended.wait(5.0)
     return seconds, got.item()
 
@@ -257,12 +261,12 @@ def _close_beside_a_receive(rank, port, path, monkeypatch):
 def test_close_returns_while_another_communicator_receives(standin, monkeypatch):
     """NCCL frees device memory when it destroys a communicator, which waits for the kernels of all others."""
     (seconds, got), _ = run_processes(_close_beside_a_receive, 2, standin, monkeypatch, init_group=False)
-    assert 0.4 <= seconds < 1 and got == 1
+    assert 0.4 <= seconds < 20 and got == 1
 
 
 def _end_many_under_a_graph(rank, port, path, monkeypatch, end):
     """The seconds to end two communicators for each of three sets of ranks while a captured graph keeps them alive."""
-    for name, seconds in (("CLOSE_SECONDS", 0.5), ("ABORT_SECONDS", 0.5), ("MIN_ABORT_WAIT_SECONDS", 0.01)):
+    for name, seconds in (("CLOSE_SECONDS", 1.0), ("ABORT_SECONDS", 1.0), ("MIN_ABORT_WAIT_SECONDS", 0.01)):
         monkeypatch.setattr(nccl, name, seconds)
     monkeypatch.setitem(STREAMS, "cpu", Mock())
     library, group = Library(path), GroupResources(Mock())
@@ -285,10 +289,10 @@ def _end_many_under_a_graph(rank, port, path, monkeypatch, end):
     return seconds
 
 
-@pytest.mark.parametrize(("end", "least"), [("abort", 0.5), ("close", 1.0)])
+@pytest.mark.parametrize(("end", "least"), [("abort", 1.0), ("close", 2.0)])
 def test_communicators_that_cannot_end_share_one_deadline(standin, monkeypatch, end, least):
     (seconds,) = run_processes(_end_many_under_a_graph, 1, standin, monkeypatch, end, init_group=False)
-    assert least <= seconds < least + 0.4
+    assert least <= seconds < 2.5 * least  # one after the other they take three times as long
 
 
 def _look_while_busy(rank, port, path):
@@ -314,7 +318,7 @@ def _look_while_busy(rank, port, path):
 
 
 def test_monitor_does_not_wait_for_a_thread_inside_nccl(standin):
-    assert run_processes(_look_while_busy, 1, standin, init_group=False)[0] < 1
+    assert run_processes(_look_while_busy, 1, standin, init_group=False)[0] < 5
 
 
 def _fails_in_close(rank, port, path):

@@ -200,7 +200,7 @@ def test_device_that_fails_or_hangs_ends_the_transfer_on_all_ranks(device, kind,
     assert len({(name, text) for name, text, _ in results}) == 1
     assert results[0][0] == name
     assert re.search(text, results[0][1])
-    assert max(took for *_, took in results) < 8
+    assert max(took for *_, took in results) < 20
 
 
 def _use_memory_of_a_transfer(rank):
@@ -264,7 +264,7 @@ def _start_fails(rank, kind):
 @pytest.mark.parametrize("kind", [TypeError, ValueError, RuntimeError])
 def test_start_that_fails_ends_the_transfer_on_all_ranks(device, kind):
     for text, seconds in run_processes(_start_fails, RANKS, kind):
-        assert text == f"rank 4: {kind.__name__}: unexpected argument" and seconds < 8
+        assert text == f"rank 4: {kind.__name__}: unexpected argument" and seconds < 20
 
 
 def _connection_fails(rank):

@@ -115,7 +115,7 @@ def run_rank(rank, fault):
             modules,
             ties=ties,
             topology="here" if (fault, rank) == ("no topology", 1) else None,
-            timeout_seconds=-1 if (fault, rank) == ("bad timeout", 1) else 20,
+            timeout_seconds=-1 if (fault, rank) == ("bad timeout", 1) else 60,
         )
         feed = {0: [{"x": torch.ones(2, 3)}] * NUM_MICROBATCHES}
         if fault == "feed" and rank == 0:
@@ -183,16 +183,16 @@ def run_all(rank):
 
 @pytest.mark.nightly
 def test_error_of_one_rank_is_raised_on_all():
-    results = run_processes(run_all, 3, timeout_seconds=90)
+    results = run_processes(run_all, 3, timeout_seconds=240)
     for rank, found in enumerate(results):
         assert found[-2] is None  # the run without a fault
         name, error, seconds = found[-1]
-        assert (name, seconds < 6) == ("ArgumentError" if rank == 1 else "DisagreementError", True)
+        assert (name, seconds < 20) == ("ArgumentError" if rank == 1 else "DisagreementError", True)
         assert "schedule must be a Schedule, not list" in error
         for (fault, (kind, text)), result in zip(FAULTS.items(), found, strict=False):
             assert result is not None, fault
             name, error, seconds = result
-            assert seconds < 6
+            assert seconds < 20
             if fault in ("raises", "late") and rank == 1:
                 assert name == "ValueError"
                 assert error in text

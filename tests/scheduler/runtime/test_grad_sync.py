@@ -60,7 +60,7 @@ def run_failing(rank, where):
     module = wrap(rank, 2, inner)
     schedule, outcomes = one_f_one_b(pipeline, NUM), []
     for attempt in range(2):
-        with Engine(schedule, pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=20) as engine:
+        with Engine(schedule, pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=60) as engine:
             fed = feed(rank, 2)
             if rank:
                 module(torch.ones(1, WIDTH, dtype=torch.float64), target=0.0).loss.detach()
@@ -86,8 +86,8 @@ def run_failing(rank, where):
 @pytest.mark.parametrize("where", ["forward", "backward", "feed"])
 def test_new_engine_works_after_a_replica_failed(where):
     wanted = single_process()
-    for rank, (outcomes, got) in enumerate(run_processes(run_failing, 3, where, timeout_seconds=60)):
-        assert ("injected fault" in outcomes[0][0] or "is fed 2 microbatches" in outcomes[0][0]) and outcomes[0][1] < 5
+    for rank, (outcomes, got) in enumerate(run_processes(run_failing, 3, where, timeout_seconds=120)):
+        assert ("injected fault" in outcomes[0][0] or "is fed 2 microbatches" in outcomes[0][0]) and outcomes[0][1] < 20
         assert outcomes[1][0] == "done"
         check(got, wanted[rank > 0])
 
@@ -190,7 +190,7 @@ def run_with_dead_replica(rank, raises):
     inner = Last() if rank else First()
     module = wrap(rank, 3, inner)
     with Engine(
-        one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=3, timeout_seconds=20
+        one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=3, timeout_seconds=60
     ) as engine:
         engine.step(feed(rank, 3))
         if rank == 2:
@@ -203,11 +203,11 @@ def run_with_dead_replica(rank, raises):
 @pytest.mark.parametrize("raises", [False, True])
 def test_every_rank_raises_an_error_that_names_the_dead_replica(raises):
     with pytest.raises(LaunchError) as caught:
-        run_processes(run_with_dead_replica, 4, raises, timeout_seconds=60, grace_seconds=20)
+        run_processes(run_with_dead_replica, 4, raises, timeout_seconds=120, grace_seconds=60)
     assert sorted(caught.value.results) == [0, 1, 3]
     for error, seconds in caught.value.results.values():
         assert error.startswith(RemoteError.__name__) and "rank 2" in error, error
-        assert seconds < 5
+        assert seconds < 20
 
 
 def run_single_stage(rank):
@@ -220,13 +220,13 @@ def run_single_stage(rank):
     inner.fault = fail if rank else None
     fed = {0: [{"x": x.chunk(2)[rank], "target": target.chunk(2)[rank]} for x, target in data()]}
     module = DistributedDataParallel(inner)
-    with Engine(one_f_one_b(pipeline, NUM), pipeline, {0: module}, num_loss_shards=2, timeout_seconds=20) as engine:
+    with Engine(one_f_one_b(pipeline, NUM), pipeline, {0: module}, num_loss_shards=2, timeout_seconds=60) as engine:
         return catch(lambda: engine.step(fed))
 
 
 def test_replicas_of_a_single_stage_receive_errors():
     (error, seconds), _ = run_processes(run_single_stage, 2)
-    assert "rank 1 in 0F2, microbatch 2 of stage 0: ValueError: injected fault" in error and seconds < 5
+    assert "rank 1 in 0F2, microbatch 2 of stage 0: ValueError: injected fault" in error and seconds < 20
 
 
 def run_replicas_across_stages(rank, wrapper):
@@ -235,7 +235,7 @@ def run_replicas_across_stages(rank, wrapper):
     module = (
         DistributedDataParallel(module) if wrapper == "DDP" else fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     )
-    return catch(lambda: Engine(one_f_one_b(pipeline, NUM), pipeline, {rank: module}, timeout_seconds=20))[0]
+    return catch(lambda: Engine(one_f_one_b(pipeline, NUM), pipeline, {rank: module}, timeout_seconds=60))[0]
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP"])
