@@ -35,7 +35,7 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
-# The lowest versions that pyproject.toml allows, and a pandas that networkx can import with them. They come before the
+# The lowest versions that pyproject.toml allows, and a pandas and a pyparsing with which others work. They come before the
 # others: PYTHONPATH=build/lowest make test
 lowest: install
 	PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \

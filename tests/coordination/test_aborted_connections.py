@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from reshard.coordination.communicator import find_channel
+from reshard.coordination.channel import find_channel
 from reshard.errors import RemoteError
 from reshard.runtime.transport.connections import abort_group
 from reshard.testing import LaunchError, run_processes

@@ -89,7 +89,7 @@ def make_problem_with_one_layer_off_grids(seed):
     graph = make_graph(rng, rng.randint(4, 6))
     sizes = LayerSizes(64, 16, ((64, 192), (256, 64)), 2, 8, 2)
     refused = rng.randrange(len(graph.layers))
-    alone = {"tp_limit": 1, "tp_params": 0, "tp_saved_bytes": 0, "tp_sums": 0, "tp_sum_bytes": 0}
+    alone = {"tp_limit": 1, "tp_params": 0, "tp_saved_bytes": 0, "tp_all_reduces": 0, "tp_all_reduce_bytes": 0}
     layers = tuple(
         replace(layer, key="refused", grid_refusal="no converter", **alone)
         if number == refused

@@ -20,7 +20,13 @@ from reshard.topology import Topology
 
 
 def make_graph(num=6):
-    half = {"tp_limit": 2, "tp_params": 5 * 10**6, "tp_saved_bytes": 5e4, "tp_sums": 2, "tp_sum_bytes": 1e4}
+    half = {
+        "tp_limit": 2,
+        "tp_params": 5 * 10**6,
+        "tp_saved_bytes": 5e4,
+        "tp_all_reduces": 2,
+        "tp_all_reduce_bytes": 1e4,
+    }
     kinds = [f"kind {min(i, num - 2) // 2}" for i in range(num)]
     layers = [Layer(f"layers.{i}", kinds[i], 1e9, 10**7, 1e5, 1e4, **half) for i in range(num)]
     return LayerGraph.chain(layers, [(1, 25_000)] * (num - 1))
