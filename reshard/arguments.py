@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -87,7 +88,7 @@ def check_fields(instance: Any, **bounds: Bounds) -> None:
 @functools.cache
 def _hints_of_fields(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls)
-    return {name: hints[name] for name in cls.__dataclass_fields__}
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def find_wrong(value: Any, hint: Any, name: str, bounds: Bounds | None = None) -> str:

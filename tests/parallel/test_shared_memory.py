@@ -108,7 +108,9 @@ def test_buffers_are_reused_also_those_of_results_that_nobody_waits_for():
 def check_mismatch(rank):
     axis = make_axis(rank, [0, 0, 0])
     size = 2 if rank == 1 else 3
-    with pytest.raises(DisagreementError, match=r"called gather with \d+ bytes for rank \d, which called gather and"):
+    with pytest.raises(
+        DisagreementError, match=r"called all_gather with \d+ bytes for rank \d, which called all_gather and"
+    ):
         axis.all_gather(torch.ones(size), [size] * 3).wait()
         axis.all_gather(torch.ones(size), [size] * 3).wait()
     with pytest.raises(RemoteError, match="make a new grid"):
@@ -124,7 +126,7 @@ def check_spread(rank):
     """Ranks 0 and 1 fail. Ranks 2 and 3 wait for them in collectives of another axis."""
     grid = Grid.make(2, 2, timeout_seconds=100)
     begun = time.monotonic()
-    with pytest.raises(DisagreementError, match=r"rank \d called gather with \d+ bytes for rank \d"):
+    with pytest.raises(DisagreementError, match=r"rank \d called all_gather with \d+ bytes for rank \d"):
         if rank < 2:
             grid.along("col").all_gather(torch.ones(1 + rank), [1 + rank] * 2).wait()
         else:
