@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pytest
@@ -86,6 +86,7 @@ def test_what_annotations_allow_is_passed_on():
 
 @dataclass(frozen=True)
 class _Record:
+    kind: ClassVar[str] = "record"
     sizes: tuple[int, ...]
     name: str = ""
 

@@ -194,15 +194,8 @@ def test_the_lowest_versions_that_pyproject_allows_are_tested():
     required += itertools.chain(*project["project"]["optional-dependencies"].values())
     lowest = [re.match(r"([\w.-]+)(?:\[.*\])?>=([\d.]+)", requirement) for requirement in required]
     lowest = {re.sub("[-_.]+", "-", found[1]).lower(): found[2] for found in lowest if found is not None}
-    by_hand = {
-        "torch",
-        "triton",
-        "jax",
-        "ray",
-        "cupy-cuda12x",
-        "cupy-cuda13x",
-        "safetensors",
-    }  # see docs/compatibility.md
+    # see docs/compatibility.md
+    by_hand = {"torch", "triton", "jax", "ray", "cupy-cuda12x", "cupy-cuda13x", "safetensors"}
     page = (ROOT / "docs" / "compatibility.md").read_text()
     assert all(re.search(rf"\b{name}\s+{re.escape(lowest[name])}\b", page) for name in by_hand)
     # CI runs the fast tests with the one file, and everything else with the other

@@ -39,10 +39,11 @@ def _move(rank, group, step):
 def _probe(rank, port):
     """How many Gloo ports are open after a transfer in both directions, and what probes of all other ports cost."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    before = len(os.listdir("/proc/self/fd"))
+    before, inherited = len(os.listdir("/proc/self/fd")), _listening()
     with reshard.join(store, rank, 2) as group:
         right = [_move(rank, group, 0)]
-        opened, ports, strangers = len(os.listdir("/proc/self/fd")), _listening(), []
+        opened, strangers = len(os.listdir("/proc/self/fd")), []
+        ports = [address for address in _listening() if address not in inherited]
         for number in range(NUM_PROBES):
             for address in ports:
                 with contextlib.suppress(ConnectionError, TimeoutError):  # few wait while the rank is in no call

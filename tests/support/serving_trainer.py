@@ -27,6 +27,24 @@ def make_model(folder, seed):
     return model
 
 
+def check_outputs(folder, seed, prompts, outputs):
+    """An engine has the weights of a seed: compare what it generates with the same model in transformers.
+
+    Args:
+        outputs: for each prompt: the tokens, and the five largest log-probabilities of each by token.
+    """
+    model = make_model(folder, seed)
+    for prompt, (tokens, logprobs) in zip(prompts, outputs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+        expected = logits.log_softmax(-1)
+        assert tokens == expected.argmax(-1).tolist()
+        for position, largest in zip(expected, logprobs, strict=True):
+            values, top = position.topk(5)
+            assert set(largest) == set(top.tolist())
+            assert max(abs(largest[t] - v) for t, v in zip(top.tolist(), values.tolist(), strict=True)) < 1e-4
+
+
 class StoreClient:
     """Hands calls of the trainer to the process that has the engine."""
 
