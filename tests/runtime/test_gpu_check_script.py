@@ -54,7 +54,8 @@ def _is_running(pid):
 def test_checks_report_failures_and_end_at_their_limits(tmp_path, monkeypatch, capsys):
     """A failure stops nothing, a check that hangs runs beside others, and no check leaves a process behind."""
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
-    hangs = "import os, time\ndef stuck():\n    time.sleep(60)\nos.fork()\nprint(os.getpid(), flush=True)\nstuck()"
+    # one write for each line, because two processes write to the same pipe
+    hangs = "import os, time\ndef stuck():\n    time.sleep(60)\nos.fork()\nos.write(1, b'%d\\n' % os.getpid())\nstuck()"
     leaves = "import os, time\nchild = os.fork()\nif not child: time.sleep(60)\nprint(child)\nraise SystemExit(3)"
     crash, run = "import ctypes; ctypes.string_at(0)", "import os; print(os.environ['RESHARD_CHECKED'])"
     idle, fails, crashes, passes = _checks(hangs, leaves, crash, run, variables=(("RESHARD_CHECKED", "yes"),))
