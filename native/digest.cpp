@@ -25,8 +25,8 @@ using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::c
 constexpr uint32_t LOW_INDEX = 0x9E3779B1, HIGH_INDEX = 0x85EBCA77;
 constexpr uint32_t FIRST = 0x7FEB352D, SECOND = 0x846CA68B, THIRD = 0xC2B2AE35;
 
-// A region of at most this many words is digested without giving up Python's lock.
-constexpr size_t MAX_HELD = 1 << 14;
+// Regions of at most this many words are digested without giving up Python's lock.
+constexpr size_t MAX_HELD = 1 << 17;
 
 struct Sums {
     uint32_t low = 0, high = 0;
@@ -98,15 +98,15 @@ template <typename Word> void add_elements(const Word *data, const std::vector<D
     }
 }
 
-template <typename Word>
-uint64_t digest(nb::ndarray<const Word, nb::device::cpu> words, Ints index_strides, int64_t first) {
+// The dims of a region, as rows. Empty if it has no elements.
+template <typename Words> std::vector<Dim> rows_of(const Words &words, const Ints &index_strides) {
     if (words.ndim() != index_strides.shape(0))
-        throw std::invalid_argument("digest_elements needs an index stride for each dim");
+        throw std::invalid_argument("a digest needs an index stride for each dim");
     std::vector<Dim> dims;
     for (size_t dim = 0; dim < words.ndim(); ++dim) {
         const Dim next{static_cast<int64_t>(words.shape(dim)), words.stride(dim), index_strides.data()[dim]};
         if (next.size == 0)
-            return 0;
+            return {};
         if (next.size > 1)
             dims.push_back(next);
     }
@@ -122,22 +122,64 @@ uint64_t digest(nb::ndarray<const Word, nb::device::cpu> words, Ints index_strid
     }
     if (merged.empty())
         merged.push_back({1, 1, 1});
-    const Word *data = words.data();
-    Sums sums;
-    {
-        std::optional<nb::gil_scoped_release> release;
-        if (words.size() > MAX_HELD) // to take the lock again may take longer than a small region
-            release.emplace();
-        add_elements(data, merged, first, sums);
-    }
-    return static_cast<uint64_t>(sums.high) << 32 | sums.low;
+    return merged;
 }
+
+// Regions that are digested again and again, by one call for all.
+class DigestedRegions {
+  public:
+    template <typename Word>
+    void add(nb::ndarray<const Word, nb::device::cpu> words, Ints index_strides, int64_t first) {
+        regions_.push_back(
+            {nb::ndarray<nb::ro>(words), words.data(), sizeof(Word), rows_of(words, index_strides), first});
+        numel_ += words.size();
+    }
+
+    void digest(nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> out) const {
+        if (out.shape(0) != regions_.size())
+            throw std::invalid_argument("out needs one element for each region");
+        uint64_t *digests = out.data();
+        std::optional<nb::gil_scoped_release> release;
+        if (numel_ > MAX_HELD) // to take the lock again may take longer than small regions
+            release.emplace();
+        for (const Region &region : regions_) {
+            Sums sums;
+            if (region.dims.empty())
+                ;
+            else if (region.word_bytes == 1)
+                add_elements(static_cast<const uint8_t *>(region.data), region.dims, region.first, sums);
+            else if (region.word_bytes == 2)
+                add_elements(static_cast<const uint16_t *>(region.data), region.dims, region.first, sums);
+            else
+                add_elements(static_cast<const uint32_t *>(region.data), region.dims, region.first, sums);
+            *digests++ = static_cast<uint64_t>(sums.high) << 32 | sums.low;
+        }
+    }
+
+  private:
+    struct Region {
+        nb::ndarray<nb::ro> words; // keeps the memory
+        const void *data;
+        size_t word_bytes;
+        std::vector<Dim> dims;
+        int64_t first;
+    };
+    std::vector<Region> regions_;
+    size_t numel_ = 0;
+};
 
 } // namespace
 
 void bind_digest(nb::module_ &m) {
-    const char *doc = "The digest of elements; see reshard.weights.model.digests.";
-    m.def("digest_elements", &digest<uint32_t>, nb::arg("words").noconvert(), nb::arg("index_strides"), nb::arg("first"), doc);
-    m.def("digest_elements", &digest<uint16_t>, nb::arg("words").noconvert(), nb::arg("index_strides"), nb::arg("first"), doc);
-    m.def("digest_elements", &digest<uint8_t>, nb::arg("words").noconvert(), nb::arg("index_strides"), nb::arg("first"), doc);
+    const char *add_doc = "Add a region; see reshard.weights.model.digests. Its memory is kept.";
+    nb::class_<DigestedRegions>(m, "DigestedRegions")
+        .def(nb::init<>())
+        .def("add", &DigestedRegions::add<uint32_t>, nb::arg("words").noconvert(), nb::arg("index_strides"),
+             nb::arg("first"), add_doc)
+        .def("add", &DigestedRegions::add<uint16_t>, nb::arg("words").noconvert(), nb::arg("index_strides"),
+             nb::arg("first"), add_doc)
+        .def("add", &DigestedRegions::add<uint8_t>, nb::arg("words").noconvert(), nb::arg("index_strides"),
+             nb::arg("first"), add_doc)
+        .def("digest", &DigestedRegions::digest, nb::arg("out").noconvert(),
+             "Write the digest of what each region holds now.");
 }

@@ -28,9 +28,6 @@ def encode_bitmap(width: int, words: Any, base: Any, out: Any) -> int:
 def apply_bitmap(width: int, data: Any, words: Any) -> bool:
     """Apply what encode_bitmap wrote in place; return whether it is well formed."""
 
-def digest_elements(words: Any, index_strides: Any, first: int) -> int:
-    """The digest of elements; see ``reshard.weights.model.digests``."""
-
 def encode_exponents(words: Any, out: Any) -> int:
     """Encode bf16 values without loss; return the size of their code, or -1 if it does not fit."""
 
@@ -241,3 +238,13 @@ class PipelineModel:
     ) -> list[list[int]]: ...
     def ends(self, rows: list[list[int]], recvs_ahead: int) -> list[float]: ...
     def peak_bytes(self, rows: list[list[int]]) -> list[float]: ...
+
+class DigestedRegions:
+    """Regions that are digested by one call; see ``reshard.weights.model.digests``."""
+
+    def __init__(self) -> None: ...
+    def add(self, words: Any, index_strides: Any, first: int) -> None:
+        """Add a region of unsigned integers, whose memory is kept."""
+
+    def digest(self, out: Any) -> None:
+        """Write the digest of what each region holds now."""

@@ -153,22 +153,39 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Copies:
-    """Copies each source to the target at its place, in one call for many small tensors, as often as wanted.
+#: Integers of each size. Equal dtypes are copied as them: on a GPU ``_foreach_copy_`` does not know all dtypes, and may
+#: change the bits of NaNs.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-    Equal dtypes are copied as integers: on a GPU the call does not know all dtypes, and may change the bits of NaNs.
-    """
+
+class Copies:
+    """Copies each source to the target at its place, in one call for many small tensors, as often as wanted."""
 
     def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         if all(
-            target.dtype == source.dtype and target.itemsize in words and not target.is_complex()
+            target.dtype == source.dtype and target.itemsize in _WORDS and not target.is_complex()
             for target, source in zip(targets, sources, strict=True)
         ):
-            targets, sources = ([tensor.view(words[tensor.itemsize]) for tensor in side] for side in (targets, sources))
+            targets, sources = (
+                [tensor.view(_WORDS[tensor.itemsize]) for tensor in side] for side in (targets, sources)
+            )
         self._targets, self._sources = list(targets), list(sources)
 
     def __call__(self) -> None:
         """Copy what the sources hold now."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)
+
+
+class Unstack:
+    """Copies a tensor to several of its dtype, one for each index of its first dim, or all of it to one."""
+
+    def __init__(self, targets: Sequence[torch.Tensor]) -> None:
+        first = targets[0]
+        self._words = None if first.is_complex() else _WORDS.get(first.itemsize)
+        self._targets = [target if self._words is None else target.view(self._words) for target in targets]
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Copy what the tensor holds now."""
+        words = tensor if self._words is None else tensor.view(self._words)
+        torch._foreach_copy_(self._targets, list(words.unbind()) if len(self._targets) > 1 else [words])

@@ -76,9 +76,9 @@ class Receiver:
         self._arrived: int | None = None  # the version in the shadow, if this rank has all of it
         self._complete: int | None = None  # the last version that all ranks have and that is verified
         self._complete_arrays: Arrays = {}
-        self._digests: Digests = [[], []]  # of the last version
+        self._digests: Digests = ["", ""]  # of the last version
         self._values: Mapping[str, Value] = {}
-        self._kept: tuple[Arrays, Mapping[str, Value], Digests] = {}, {}, [[], []]  # what is installed
+        self._kept: tuple[Arrays, Mapping[str, Value], Digests] = {}, {}, ["", ""]  # what is installed
         self._spare: Arrays = {}  # memory of what was installed before
         self._leader = _Leader(self, team) if team.is_leader else None
 
@@ -282,7 +282,7 @@ class Receiver:
     def _verify(self, message: Message) -> None:
         """Compare the digests of the shadow with those of the trainer, on all ranks."""
         version = message["version"]
-        own: Digests = [[], []]
+        own: Digests = ["", ""]
 
         def digest() -> dict[str, Any]:
             if self._arrived != version or self._checker is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from reshard.coordination.topology_discovery import find_topology
 from reshard.cost import find_bound
 from reshard.errors import ArgumentError
 from reshard.planner import MIN_STAGING_BYTES, predict
-from reshard.runtime.torch_compat import Copies
+from reshard.runtime.torch_compat import Unstack
 from reshard.sharding import check_integer
 from reshard.timeouts import check_timeout
 from reshard.topology import Topology, topology_from_json, topology_to_json
@@ -85,19 +86,39 @@ class ReceiveBuffers:
 
     Attributes:
         arrays: memory for the tensors, by name.
-        copies: ``(parts of local shards, tensor)`` pairs: each tensor is copied to these parts after it has arrived.
+        copies: ``(copy to parts of local shards, tensor)`` pairs: each tensor is copied after it has arrived.
         shards: the local shards.
     """
 
     arrays: dict[str, torch.Tensor]
-    copies: list[tuple[list[torch.Tensor], torch.Tensor]]
+    copies: list[tuple[Unstack, torch.Tensor]]
     shards: list[torch.Tensor]
 
     def finish(self) -> None:
         """Write the local shards, after all tensors have arrived."""
-        for views, tensor in self.copies:
-            Copies(views, list(tensor.unbind()) if len(views) > 1 else [tensor])()
+        for copy, tensor in self.copies:
+            copy(tensor)
         synchronize(self.shards)
+
+
+@dataclass(frozen=True)
+class _Viewed:
+    """The parts of the plan's tensors in the local shards of a rank.
+
+    Attributes:
+        arrays: the local shards by name.
+        views: for each tensor, views of its parts.
+    """
+
+    arrays: dict[str, torch.Tensor]
+    views: list[list[torch.Tensor]]
+    _unstacks: dict[int, Unstack] = field(default_factory=dict)
+
+    def unstack(self, number: int) -> Unstack:
+        """The copy of a tensor to its parts."""
+        if number not in self._unstacks:
+            self._unstacks[number] = Unstack(self.views[number])
+        return self._unstacks[number]
 
 
 def _agree(group: Group, options: RouteOptions) -> tuple[int, Topology]:
@@ -170,7 +191,7 @@ class Route:
         tensors = [specs.spec(bundle, name) for bundle, name in zip(bundles, names, strict=True)]
         self._sides = [[_side_of(pieces, firsts[place], place == 0) for pieces in bundle] for bundle in bundles]
         self._model, self._rank = models[place], rank
-        self._views: list[tuple[dict[str, torch.Tensor], list[list[torch.Tensor]]]] = []
+        self._viewed: list[_Viewed] = []
         self.group = join(store, self.rank, sum(model.size for model in models))
         try:
             staging_bytes, self.topology = _agree(self.group, options)
@@ -218,7 +239,7 @@ class Route:
 
     def gather(self, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parts of the plan's tensors that this rank holds, from its local shards by name."""
-        pairs = zip(self.plan.tensors, self._find_views(arrays), strict=True)
+        pairs = zip(self.plan.tensors, self._find_views(arrays).views, strict=True)
         return {spec.name or "": _one(views) for spec, views in pairs if views}
 
     def find_buffers(
@@ -231,8 +252,8 @@ class Route:
         """
         landed: dict[str, torch.Tensor] = {}
         copies = []
-        bases = self._find_views(arrays if base is None else base)
-        for spec, views, old in zip(self.plan.tensors, self._find_views(arrays), bases, strict=True):
+        bases, viewed = self._find_views(arrays if base is None else base), self._find_views(arrays)
+        for number, (spec, views, old) in enumerate(zip(self.plan.tensors, viewed.views, bases.views, strict=True)):
             if not views:
                 continue
             if len(views) == 1 and views[0].device.type == self.device:
@@ -241,25 +262,26 @@ class Route:
                     tensor.copy_(old[0])
             elif base is not None:
                 tensor = _one(old).to(self.device)
-                copies.append((views, tensor))
+                copies.append((viewed.unstack(number), tensor))
             else:
                 shape = (len(views), *views[0].shape) if len(views) > 1 else views[0].shape
                 tensor = torch.empty(shape, dtype=views[0].dtype, device=self.device)
-                copies.append((views, tensor))
+                copies.append((viewed.unstack(number), tensor))
             landed[spec.name or ""] = tensor
         return ReceiveBuffers(landed, copies, list(arrays.values()))
 
-    def _find_views(self, arrays: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+    def _find_views(self, arrays: Mapping[str, torch.Tensor]) -> _Viewed:
         """What this rank holds of the pieces of each bundle: all of them or none. Kept for the same arrays."""
-        for known, views in self._views:
-            if _are_same(arrays, known):
-                return views
+        for known in self._viewed:
+            if _are_same(arrays, known.arrays):
+                return known
         by_bundle = []
         for sides in self._sides:
             of_sides = (None if side is None else view_of(side, self._model, arrays, self._rank) for side in sides)
             by_bundle.append([view for view in of_sides if view is not None])
-        self._views = [*self._views[1 - MAX_VIEWED :], (dict(arrays), by_bundle)]
-        return by_bundle
+        viewed = _Viewed(dict(arrays), by_bundle)
+        self._viewed = [*self._viewed[1 - MAX_VIEWED :], viewed]
+        return viewed
 
     def close(self) -> None:
         """Close the connections."""
@@ -275,7 +297,7 @@ def _side_of(pieces: Mapping[int, Piece], first: int, is_source: bool) -> Side |
 
 
 def _are_same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(array is second[name] for name, array in first.items())
+    return len(first) == len(second) and all(map(is_, first.values(), map(second.get, first)))
 
 
 def _one(views: Sequence[torch.Tensor]) -> torch.Tensor:

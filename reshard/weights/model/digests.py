@@ -8,13 +8,11 @@ that of the tensor, on whatever ranks they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from reshard._native import digest_elements
+from reshard._native import DigestedRegions
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 _HALF = 2**32
@@ -47,41 +45,42 @@ def flat_strides(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-@dataclass(frozen=True)
-class Located:
-    """A region of a tensor in the memory of a rank.
+class LocatedRegions:
+    """Regions of tensors in the memory of a rank, which is kept."""
 
-    Attributes:
-        words: its elements as unsigned integers: a NumPy array, or a tensor on a device.
-        strides: how far the flat index of words moves along each dim.
-        first: flat index of the first word.
-    """
+    def __init__(self) -> None:
+        self._native = DigestedRegions()
+        self._devices: list[tuple[torch.Tensor, list[int], int]] = []
+        self._is_on_device: list[bool] = []
 
-    words: Any
-    strides: np.ndarray
-    first: int
+    def add(self, array: torch.Tensor, first: int, strides: Sequence[int]) -> None:
+        """Add a region of a tensor.
 
-    def digest(self) -> int:
-        """The digest of what the region holds now."""
-        if isinstance(self.words, np.ndarray):
-            return digest_elements(self.words, self.strides, self.first)
-        return _digest_on_device(self.words, self.strides.tolist(), self.first)
+        Args:
+            array: the region, on any device.
+            first: flat index of its first element in the tensor.
+            strides: how far the flat index moves along each dim of the region.
+        """
+        words = array.unsqueeze(-1).view(_WORDS[array.itemsize])
+        per_element = words.shape[-1]
+        of_words = [*(stride * per_element for stride in strides), 1]
+        self._is_on_device.append(array.device.type != "cpu")
+        if self._is_on_device[-1]:
+            self._devices.append((words, of_words, first * per_element))
+        else:
+            unsigned = words.numpy().view(f"uint{8 * words.itemsize}")
+            self._native.add(unsigned, np.array(of_words), first * per_element)
 
-
-def locate(array: torch.Tensor, first: int, strides: Sequence[int]) -> Located:
-    """Prepare the digest of a region of a tensor.
-
-    Args:
-        array: the region, on any device.
-        first: flat index of its first element in the tensor.
-        strides: how far the flat index moves along each dim of the region.
-    """
-    words = array.unsqueeze(-1).view(_WORDS[array.itemsize])
-    per_element = words.shape[-1]
-    of_words = np.array([*(stride * per_element for stride in strides), 1])
-    if array.device.type == "cpu":
-        return Located(words.numpy().view(f"uint{8 * words.itemsize}"), of_words, first * per_element)
-    return Located(words, of_words, first * per_element)
+    def digest(self) -> np.ndarray:
+        """The digest of what each region holds now, in the order of :meth:`add`."""
+        on_host = np.empty(len(self._is_on_device) - len(self._devices), dtype=np.uint64)
+        self._native.digest(on_host)
+        if not self._devices:
+            return on_host
+        digests, is_on_device = np.empty(len(self._is_on_device), dtype=np.uint64), np.array(self._is_on_device)
+        digests[~is_on_device] = on_host
+        digests[is_on_device] = [_digest_on_device(*region) for region in self._devices]
+        return digests
 
 
 def _digest_on_device(words: torch.Tensor, strides: Sequence[int], first: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,13 @@ import torch
 
 from reshard.errors import RemoteError, VerificationError
 from reshard.sharding import Shards, find_overlaps, format_box
-from reshard.weights.model.digests import Located, add_digests, flat_strides, locate
+from reshard.weights.model.digests import LocatedRegions, add_digests, flat_strides
 from reshard.weights.model.manifest import Manifest
 from reshard.weights.model.pieces import Piece, Side, cut_held
 
-#: Numbers of regions of a destination model, ascending, and their digests.
-Digests = list[list[int]]
+#: Numbers of regions of a destination model, ascending, and their digests: each the bytes of an array in base 64, which
+#: takes a small part of the time of as many numbers in JSON. ``["", ""]``: none.
+Digests = list[str]
 
 #: Number of sets of arrays whose regions a :class:`Checker` keeps.
 MAX_LOCATED = 4
@@ -45,6 +48,31 @@ class _Region:
         return cls(part, lo.tolist(), slices)
 
 
+@dataclass(frozen=True)
+class _Located:
+    """The regions in the memory of a rank.
+
+    Attributes:
+        arrays, memory: the local shards, and their addresses. A shard may be moved in place, as FSDP does.
+        regions: what is digested.
+        numbers: the numbers of the regions of the destination, ascending.
+        where: for each of ``regions``, its place in ``numbers``.
+    """
+
+    arrays: dict[str, torch.Tensor]
+    memory: list[int]
+    regions: LocatedRegions
+    numbers: np.ndarray
+    where: np.ndarray
+
+    def is_of(self, arrays: Mapping[str, torch.Tensor]) -> bool:
+        """Whether these are the same tensors in the same memory."""
+        own = self.arrays
+        if len(own) != len(arrays) or not all(map(is_, own.values(), map(arrays.get, own))):
+            return False
+        return [array.data_ptr() for array in own.values()] == self.memory
+
+
 class Checker:
     """Computes and compares the digests of one destination model.
 
@@ -62,7 +90,8 @@ class Checker:
             cut_held(piece.target.held(target.entries[piece.target.name]), piece.shape) for piece in pieces
         ]
         self._regions: dict[tuple[bool, int], list[list[_Region]]] = {}
-        self._located: OrderedDict[Any, list[tuple[int, Located]]] = OrderedDict()
+        self._located: OrderedDict[Any, _Located] = OrderedDict()
+        self._last: dict[tuple[bool, int], _Located] = {}
         #: Number of the first region of each piece; the last entry is the number of regions.
         self._first = np.cumsum([0, *(len(target.start) for target in self._targets)])
 
@@ -83,12 +112,17 @@ class Checker:
         return self._digest(arrays, rank, is_source=False)
 
     def _digest(self, arrays: Mapping[str, torch.Tensor], rank: int, is_source: bool) -> Digests:
-        located = self._locate(arrays, rank, is_source)
-        return add_all([[[number for number, _ in located], [region.digest() for _, region in located]]])
+        located = self._last.get((is_source, rank))
+        if located is None or not located.is_of(arrays):
+            located = self._last[is_source, rank] = self._locate(arrays, rank, is_source)
+        digests = located.regions.digest()
+        return _to_text(located.numbers, add_digests(digests, located.where, len(located.numbers)))
 
-    def _locate(self, arrays: Mapping[str, torch.Tensor], rank: int, is_source: bool) -> list[tuple[int, Located]]:
-        """The regions in the memory of a rank, each with its number. Kept for arrays in the same memory."""
-        memory = tuple((name, array.data_ptr(), array.dtype) for name, array in arrays.items())
+    def _locate(self, arrays: Mapping[str, torch.Tensor], rank: int, is_source: bool) -> _Located:
+        """The regions in the memory of a rank. Kept for arrays in the same memory."""
+        memory = tuple(
+            (name, array.data_ptr(), array.dtype, array.shape, array.stride()) for name, array in arrays.items()
+        )
         key = is_source, rank, memory
         if key not in self._located:
             if (is_source, rank) not in self._regions:
@@ -96,7 +130,7 @@ class Checker:
                     self._find_regions(n, rank, is_source) for n in range(len(self._pieces))
                 ]
             model = self._source if is_source else self._target
-            located = []
+            located, numbers = LocatedRegions(), []
             regions_of_pieces = zip(
                 self._pieces, self._first[:-1].tolist(), self._regions[is_source, rank], strict=True
             )
@@ -109,8 +143,11 @@ class Checker:
                 for region in regions:
                     assert view is not None
                     first = begin + sum(stride * start for stride, start in zip(along, region.start, strict=True))
-                    located.append((number + region.part, locate(view[region.slices], first, along)))
-            self._located[key] = located
+                    located.add(view[region.slices], first, along)
+                    numbers.append(number + region.part)
+            ascending, where = np.unique(np.array(numbers, dtype=np.int64), return_inverse=True)
+            addresses = [array.data_ptr() for array in arrays.values()]
+            self._located[key] = _Located(dict(arrays), addresses, located, ascending, where)
             if len(self._located) > MAX_LOCATED:
                 self._located.popitem(last=False)
         return self._located[key]
@@ -162,7 +199,7 @@ class Checker:
         Raises:
             VerificationError: a tensor differs. RemoteError: a tensor has no digest, or does not travel whole.
         """
-        known, is_known = self._fill([[], []])
+        known, is_known = self._fill(["", ""])
         for rank, digests in sorted(landed.items()):
             numbers, values = _to_arrays(digests)
             differs = is_known[numbers] & (known[numbers] != values)
@@ -170,7 +207,7 @@ class Checker:
                 wrong_region = self._describe(int(numbers[differs][0]))
                 raise VerificationError(f"{wrong_region}: the replica of rank {rank} differs")
             known[numbers], is_known[numbers] = values, True
-        own_digests = self.add_tensors([np.flatnonzero(is_known).tolist(), known[is_known].tolist()])
+        own_digests = self.add_tensors(_to_text(np.flatnonzero(is_known), known[is_known]))
         unknown = [
             piece.source.name for piece in self._pieces if piece.source.name not in own_digests.keys() & sent.keys()
         ]
@@ -227,12 +264,17 @@ def add_all(digests: Sequence[Digests]) -> Digests:
     arrays = [_to_arrays(of_rank) for of_rank in digests]
     numbers, where = np.unique(np.concatenate([names for names, _ in arrays]), return_inverse=True)
     sums = add_digests(np.concatenate([values for _, values in arrays]), where, len(numbers))
-    return [numbers.tolist(), sums.tolist()]
+    return _to_text(numbers, sums)
+
+
+def _to_text(numbers: np.ndarray, values: np.ndarray) -> Digests:
+    arrays = numbers.astype("<i4"), values.astype("<u8")
+    return [base64.b64encode(array.tobytes()).decode() for array in arrays]
 
 
 def _to_arrays(digests: Digests) -> tuple[np.ndarray, np.ndarray]:
-    numbers, values = digests
-    return np.array(numbers, dtype=np.int64), np.array(values, dtype=np.uint64)
+    numbers, values = (base64.b64decode(text, validate=True) for text in digests)
+    return np.frombuffer(numbers, "<i4").astype(np.int64), np.frombuffer(values, "<u8").astype(np.uint64)
 
 
 def view_of(side: Side, model: Manifest, arrays: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor | None:

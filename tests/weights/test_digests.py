@@ -1,0 +1,57 @@
+"""Digests of many regions by one call, and arrays that change their memory between two calls."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from reshard.weights.model.digests import LocatedRegions
+from reshard.weights.model.holdings import read_state
+from reshard.weights.model.manifest import Manifest, merge_states, state_of_rank
+from reshard.weights.model.pieces import match
+from reshard.weights.model.verify import Checker
+from tests.reference.digest import digest_region
+
+
+def test_one_call_digests_regions_of_every_word_size_and_stride_as_the_reference():
+    whole = torch.arange(-60, 60, dtype=torch.float32).reshape(8, 15)
+    arrays = [
+        whole,
+        whole.t(),
+        whole[1::2, 3:9],
+        whole[:, :0],
+        whole.to(torch.bfloat16)[2:5],
+        whole.to(torch.int8)[:, ::4],
+        whole.to(torch.float64)[:3, :5],
+        torch.tensor(7.0),
+    ]
+    first = 2**32 - 9  # the index leaves 32 bits inside each region
+    regions, expected = LocatedRegions(), []
+    for array in arrays:
+        strides = [100, 1][: array.ndim]
+        regions.add(array, first, strides)
+        words = array.unsqueeze(-1).contiguous().view({1: torch.uint8, 2: torch.int16}.get(array.itemsize, torch.int32))
+        parts = words.shape[-1]
+        unsigned = words.numpy().view(f"uint{8 * words.itemsize}")
+        expected.append(digest_region(unsigned, [*(parts * stride for stride in strides), 1], first * parts))
+    assert regions.digest().tolist() == expected
+    whole[1, 3] += 1  # digests are of what the memory holds now
+    assert (regions.digest() != np.array(expected, dtype=np.uint64)).tolist() == [True] * 3 + [False] * 5
+
+
+def make_manifest(model: dict[str, torch.Tensor]) -> Manifest:
+    return merge_states({0: state_of_rank(read_state(model))}, "the model")
+
+
+def test_arrays_whose_memory_or_strides_changed_in_place_are_digested_anew():
+    values = torch.arange(16.0).reshape(4, 4)
+    model = {"w": values.clone()}
+    manifest = make_manifest(model)
+    checker = Checker(manifest, manifest, match(manifest, manifest, "the engine"))
+    expected = checker.digest_target(model, 0)
+    model["w"].data = values + 1  # the same tensor object in other memory
+    assert checker.digest_target(model, 0) == checker.digest_target({"w": values + 1}, 0) != expected
+    memory = values.t().contiguous()
+    model["w"].data = memory
+    assert checker.digest_target(model, 0) != expected
+    assert checker.digest_target({"w": memory.t()}, 0) == expected  # the same memory, but other strides
