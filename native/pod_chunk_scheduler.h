@@ -22,7 +22,7 @@ class PodChunkScheduler final : public ChunkScheduler {
         : ChunkScheduler(ports, workload) {
         first_uplink_ = up_.front().number;
         by_.resize(down_.back().number + 1), worth_.resize(by_.size()), is_busy_.resize(by_.size());
-        place_.resize(by_.size()), taken_.resize(by_.size());
+        place_.resize(by_.size()), taken_.resize(by_.size()), heaviest_.resize(by_.size());
     }
 
   protected:
@@ -70,6 +70,8 @@ class PodChunkScheduler final : public ChunkScheduler {
     std::vector<Choice> choices_;
     std::vector<Row> by_;       // by resource: the chosen sends that pass it
     std::vector<double> taken_; // by uplink: see taken(), -1 where it is not known
+    std::vector<double> heaviest_; // by port: the weight of its heaviest choice
+    size_t num_chosen_ = 0;
     std::vector<char> is_busy_; // by resource: whether a chosen send begins or ends there
     std::vector<int64_t> from_, to_, place_; // ports of senders, ports of receivers; place of each port in its list
     Row index_; // by pair of sender and receiver: its choice, or -1
@@ -109,7 +111,7 @@ class PodChunkScheduler final : public ChunkScheduler {
     }
 
     void add(int i) {
-        choices_[i].is_chosen = true;
+        choices_[i].is_chosen = true, ++num_chosen_;
         is_busy_[choices_[i].first()] = is_busy_[choices_[i].last()] = true;
         for (int j = 0; j < choices_[i].num_passed; ++j) {
             by_[choices_[i].passes[j]].push_back(i);
@@ -118,7 +120,7 @@ class PodChunkScheduler final : public ChunkScheduler {
     }
 
     void remove(int i) {
-        choices_[i].is_chosen = false;
+        choices_[i].is_chosen = false, --num_chosen_;
         is_busy_[choices_[i].first()] = is_busy_[choices_[i].last()] = false; // a port takes one send at a time
         for (int j = 0; j < choices_[i].num_passed; ++j) {
             Row &row = by_[choices_[i].passes[j]];
@@ -127,23 +129,20 @@ class PodChunkScheduler final : public ChunkScheduler {
         }
     }
 
-    // Finds the chosen sends that must go so that choice i fits: on an uplink, the lightest ones first.
+    // Finds the chosen sends that must go so that choice i fits: those at its ports, and on an uplink the lightest ones.
     void in_the_way(int i, Row &found) {
         found.clear();
-        for (int j = 0; j < choices_[i].num_passed; ++j) {
-            const int64_t number = choices_[i].passes[j];
+        const Choice &choice = choices_[i];
+        for (const int64_t port : {choice.first(), choice.last()})
+            found.insert(found.end(), by_[port].begin(), by_[port].end());
+        for (int j = 1; j + 1 < choice.num_passed; ++j) {
+            const int64_t number = choice.passes[j];
             others_.clear();
+            double taken = 0;
             for (const int other : by_[number])
                 if (std::find(found.begin(), found.end(), other) == found.end())
-                    others_.push_back(other);
-            if (number < first_uplink_) {
-                found.insert(found.end(), others_.begin(), others_.end());
-                continue;
-            }
-            double taken = 0;
-            for (const int other : others_)
-                taken += choices_[other].rate;
-            double left = uplink(number).free * (1 + GAIN) - choices_[i].rate - taken;
+                    others_.push_back(other), taken += choices_[other].rate;
+            double left = uplink(number).free * (1 + GAIN) - choice.rate - taken;
             if (left >= 0)
                 continue;
             std::stable_sort(others_.begin(), others_.end(),
@@ -185,6 +184,10 @@ class PodChunkScheduler final : public ChunkScheduler {
         for (Row &row : by_)
             row.clear();
         is_busy_.assign(is_busy_.size(), false), taken_.assign(taken_.size(), -1);
+        num_chosen_ = 0, heaviest_.assign(heaviest_.size(), 0);
+        for (const Choice &choice : choices_)
+            for (const int64_t port : {choice.first(), choice.last()})
+                heaviest_[port] = std::max(heaviest_[port], choice.weight);
         const int count = static_cast<int>(choices_.size());
         for (int i = 0; i < count; ++i)
             if (fits(i))
@@ -198,9 +201,39 @@ class PodChunkScheduler final : public ChunkScheduler {
         }
     }
 
+    // An upper bound of the gain of exchange(i), infinite where an uplink is in the way. Each choice that it adds begins
+    // or ends at a port that a dropped send leaves: at most one for each, and its other port must be free or left too.
+    double max_gain(int i) {
+        const Choice &choice = choices_[i];
+        const int from = chosen_at(choice.first()), to = chosen_at(choice.last()); // the sends that choice i replaces
+        for (int j = 1; j + 1 < choice.num_passed; ++j) {
+            double rates = taken(choice.passes[j]) + choice.rate;
+            for (const int other : {from, to})
+                if (other >= 0 && passes(choices_[other], choice.passes[j]))
+                    rates -= choices_[other].rate;
+            if (rates > uplink(choice.passes[j]).free)
+                return std::numeric_limits<double>::infinity();
+        }
+        double gain = choice.weight, from_left = 0, to_left = 0; // heaviest choices of the ports that are left
+        if (to >= 0)
+            gain -= choices_[to].weight, from_left = heaviest_[choices_[to].first()];
+        if (from >= 0)
+            gain -= choices_[from].weight, to_left = heaviest_[choices_[from].last()];
+        const bool can_send = from_.size() > num_chosen_ + (from < 0), can_receive = to_.size() > num_chosen_ + (to < 0);
+        if (can_send && can_receive)
+            return gain + from_left + to_left;
+        return gain + (can_send ? to_left : can_receive ? from_left : std::min(from_left, to_left));
+    }
+
+    int chosen_at(int64_t port) const { return by_[port].empty() ? -1 : by_[port].front(); }
+
+    static bool passes(const Choice &choice, int64_t number) {
+        return std::find(choice.passes, choice.passes + choice.num_passed, number) != choice.passes + choice.num_passed;
+    }
+
     // Takes choice i in place of the sends that block it, and others that then fit; undoes it unless weight is gained.
     bool exchange(int i) {
-        if (choices_[i].is_chosen)
+        if (choices_[i].is_chosen || max_gain(i) < GAIN / 2) // half: the sums are rounded in another order
             return false;
         Row &gone = gone_;
         in_the_way(i, gone);

@@ -76,9 +76,9 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
         "--topology",
         help=f"{', '.join(MACHINES)}, or a JSON or YAML file: "
         '{"hosts": [{"devices": 8, "nics": "8 x 400 Gbit/s", "count": 16}], "hosts_per_pod": 4, '
-        '"oversubscription": 2, "inside": "450 GB/s"}. Ranks fill the hosts in order. Default: the last axis of each '
-        "mesh counts the devices of a host (with --model: 8), each host has a 10 Gbit/s NIC, a message takes 100 us "
-        "between hosts, 50 us inside",
+        '"oversubscription": 2, "inside": "450 GB/s", "inside_latency_seconds": 5e-6}. Ranks fill the hosts in order. '
+        "Without latencies, a message takes 100 us between hosts and 50 us inside. Default: the last axis of "
+        "each mesh counts the devices of a host (with --model: 8), and each host has a 10 Gbit/s NIC",
     )
     parser.add_argument("--rank", type=int, help="print only the messages of this rank")
     parser.add_argument(

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -73,8 +74,9 @@ def run_processes(
 ) -> list[Any]:
     """Run ``function(rank, *args)`` in ``num_ranks`` processes and return their results.
 
-    The processes are forked. Forked processes cannot use autograd or CUDA if this process has used a GPU; then they are
-    forked from another process, if ``cloudpickle`` is installed and can pickle the function and its arguments.
+    The processes end when this process ends, even if it is killed. They are forked. Forked processes cannot use
+    autograd or CUDA if this process has used a GPU; then they are forked from another process, if ``cloudpickle`` is
+    installed and can pickle the function and its arguments.
 
     Args:
         function: runs on each rank; its result must pickle.
@@ -238,6 +240,14 @@ def join_world(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta,
     store.wait(["all joined"], timeout)
 
 
+def _end_after_launcher() -> None:
+    """End this process when the one that called :func:`run_processes` has ended, such as by SIGKILL."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os._exit(1)
+
+
 def _run_rank(
     function: Callable[..., Any],
     num_ranks: int,
@@ -248,6 +258,7 @@ def _run_rank(
     dumps: Callable[[Any], bytes],
 ) -> None:
     torch.set_num_threads(1)
+    threading.Thread(target=_end_after_launcher, name="launcher watch", daemon=True).start()
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # torch's store looks up the name of each peer. By default the resolver repeats a lost query after 5 s.

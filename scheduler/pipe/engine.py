@@ -285,8 +285,8 @@ class PipelineEngine:
                 "optimizer" may also be of another program; its step counts as 0.
 
         Raises:
-            ArgumentError: there is no checkpoint, it lacks an entry that this call loads, a file of it is damaged, or
-                it is pickled and not trusted.
+            ArgumentError: there is no checkpoint, it lacks an entry that this call loads, it has a parameter or buffer
+                that no stage has, a file of it is damaged, or it is pickled and not trusted.
             DisagreementError: ranks pass a different step or ``trust_pickle``.
         """
         stored = checkpoint.choose_checkpoint(
@@ -299,6 +299,8 @@ class PipelineEngine:
         state = self._training_state(optimizer, lr_scheduler, loader, 0)
         self._run_and_agree(lambda: checkpoint.check_objects(state, "load_state_dict"))
         request = self._run_and_agree(lambda: checkpoint.find_entries(stored, state))
+        numbers = self._exchange_files(checkpoint.find_model_entries(request, state), None)
+        checkpoint.check_model_entries(request, numbers.values())
         counters = self._run_and_agree(lambda: checkpoint.load(request, state))
         if self._loss_scale is not None and counters.get("loss_scale") is not None:
             self._loss_scale.load_state_dict(counters["loss_scale"])

@@ -43,7 +43,7 @@ class _Chosen:
     def conflicts(self, choice: _Choice) -> list[_Choice]:
         """The chosen transfers to remove so that this one can start."""
         found: list[_Choice] = []
-        for number in choice.passes:
+        for number in choice.passes[0], choice.passes[-1], *choice.passes[1:-1]:
             others = [other for other in self.by.get(number, ()) if other not in found]
             if number in self.free_rate:
                 left = self.free_rate[number] * (1 + _GAIN) - choice.rate - sum(other.rate for other in others)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -71,3 +72,40 @@ def test_a_function_that_does_not_pickle_is_forked(monkeypatch):
     monkeypatch.setattr(starting, "can_fork", lambda: False)
     lock, parent = threading.Lock(), os.getpid()
     assert run_processes(lambda rank: (lock.locked(), os.getppid() == parent), 2) == [(False, True)] * 2
+
+
+#: The ranks write their numbers and wait. The launcher forks them, or starts them from a server.
+WAITING = r"""
+import os, sys, time
+from reshard.testing import run_processes, starting
+
+if sys.argv[1] == "server":
+    starting.can_fork = lambda: False
+
+def run(rank):
+    os.write(1, f"{os.getpid()}\n".encode())
+    time.sleep(100)
+
+run_processes(run, 3)
+"""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("start", ["fork", pytest.param("server", marks=pytest.mark.nightly)])
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path, start):
+    pytest.importorskip("cloudpickle")
+    path = tmp_path / "script.py"
+    path.write_text(WAITING)
+    with subprocess.Popen([sys.executable, str(path), start], stdout=subprocess.PIPE, text=True) as launcher:
+        numbers = [int(launcher.stdout.readline()) for _ in range(3)]
+        launcher.kill()
+        # Each rank holds the other end of the pipe: it ends when all ranks have ended, and the store with them.
+        assert launcher.communicate(timeout=60)[0] == ""
+    assert not [number for number in numbers if is_running(number)]
+
+
+def is_running(number):
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

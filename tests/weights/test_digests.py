@@ -1,10 +1,11 @@
-"""Digests of many regions by one call, and arrays that change their memory between two calls."""
+"""Digests: the loops for CPUs and devices agree, parts add up, and arrays may change their memory between two calls."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+from reshard.weights.model import digests
 from reshard.weights.model.digests import LocatedRegions
 from reshard.weights.model.holdings import read_state
 from reshard.weights.model.manifest import Manifest, merge_states, state_of_rank
@@ -13,7 +14,8 @@ from reshard.weights.model.verify import Checker
 from tests.reference.digest import digest_region
 
 
-def test_one_call_digests_regions_of_every_word_size_and_stride_as_the_reference():
+def test_one_call_digests_regions_of_every_word_size_and_stride_as_the_reference(monkeypatch):
+    monkeypatch.setattr(digests, "_CHUNK_ELEMENTS", 40)  # the loop for devices takes several rows at a time
     whole = torch.arange(-60, 60, dtype=torch.float32).reshape(8, 15)
     arrays = [
         whole,
@@ -33,10 +35,26 @@ def test_one_call_digests_regions_of_every_word_size_and_stride_as_the_reference
         words = array.unsqueeze(-1).contiguous().view({1: torch.uint8, 2: torch.int16}.get(array.itemsize, torch.int32))
         parts = words.shape[-1]
         unsigned = words.numpy().view(f"uint{8 * words.itemsize}")
-        expected.append(digest_region(unsigned, [*(parts * stride for stride in strides), 1], first * parts))
+        of_words = [*(parts * stride for stride in strides), 1]
+        expected.append(digest_region(unsigned, of_words, first * parts))
+        assert digests._digest_on_device(words, of_words, first * parts) == expected[-1]
     assert regions.digest().tolist() == expected
     whole[1, 3] += 1  # digests are of what the memory holds now
     assert (regions.digest() != np.array(expected, dtype=np.uint64)).tolist() == [True] * 3 + [False] * 5
+
+
+def test_digests_of_parts_add_up_to_that_of_the_tensor():
+    tensor = torch.randn(9, 14, generator=torch.Generator().manual_seed(4))
+    strides = digests.flat_strides(tensor.shape)
+    regions, whole = LocatedRegions(), LocatedRegions()
+    whole.add(tensor, 0, strides)
+    for rows in (slice(0, 4), slice(4, 9)):
+        for columns in (slice(0, 5), slice(5, 14)):
+            regions.add(tensor[rows, columns], rows.start * 14 + columns.start, strides)
+    assert digests.add_digests(regions.digest(), np.zeros(4, dtype=np.int64), 1).tolist() == whole.digest().tolist()
+    expected = whole.digest().tolist()
+    tensor[[0, 1]] = tensor[[1, 0]]  # the same elements in other places
+    assert whole.digest().tolist() != expected
 
 
 def make_manifest(model: dict[str, torch.Tensor]) -> Manifest:

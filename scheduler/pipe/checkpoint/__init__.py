@@ -17,18 +17,20 @@ again, the earlier checkpoint of step 100 is still there. :mod:`.pickled` reads 
 
 from .choosing import choose_checkpoint
 from .folders import find_checkpoints
-from .loading import find_entries, load
+from .loading import check_model_entries, find_entries, find_model_entries, load
 from .saving import CHECKPOINT_TIMEOUT_SECONDS, check_saved, save
 from .state import TrainingState, check_objects
 
 __all__ = [
     "CHECKPOINT_TIMEOUT_SECONDS",
     "TrainingState",
+    "check_model_entries",
     "check_objects",
     "check_saved",
     "choose_checkpoint",
     "find_checkpoints",
     "find_entries",
+    "find_model_entries",
     "load",
     "save",
 ]

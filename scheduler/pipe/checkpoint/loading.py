@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from reshard.errors import ArgumentError
-from reshard.formatting import brief
+from reshard.formatting import brief, format_names
 
 from .pickled import PickledCheckpoint
 from .plain_parameters import JoinedTensor, PlainParameter
@@ -41,6 +41,27 @@ def find_entries(checkpoint: StoredCheckpoint | PickledCheckpoint, state: Traini
         request.want(state.loader_keys)
     request.read_values()
     return request
+
+
+def find_model_entries(request: Request, state: TrainingState) -> list[int]:
+    """Numbers of the model's entries that this rank has a place for, in the sorted keys of the checkpoint."""
+    own = {f"model.{alias}" for name, _ in state.model() for alias in state.aliases(name)}
+    return [number for number, key in enumerate(request.model_keys()) if key in own]
+
+
+def check_model_entries(request: Request, numbers: Iterable[Sequence[int]]) -> None:
+    """Raise ArgumentError if the checkpoint has an entry of the model that no rank has a place for.
+
+    Args:
+        request: the entries that this rank reads.
+        numbers: of each rank, what :func:`find_model_entries` returned.
+    """
+    placed = {number for numbers_of_rank in numbers for number in numbers_of_rank}
+    unused = [key for number, key in enumerate(request.model_keys()) if number not in placed]
+    if unused:
+        raise ArgumentError(
+            f"the checkpoint {request.checkpoint.folder} is of another model: no stage here has {format_names(unused)}"
+        )
 
 
 def load(request: Request, state: TrainingState) -> dict[str, Any]:
@@ -89,6 +110,10 @@ class Request:
         self.restore: list[Callable[[], None]] = []
         self._likes: dict[str, Any] = {}
         self._missing: list[str] = []
+
+    def model_keys(self) -> list[str]:
+        """Keys of the model's parameters and buffers in the checkpoint, sorted."""
+        return sorted(key for key in self.checkpoint.tensors if key.startswith("model."))
 
     def fill(self, keys: Sequence[str], tensor: torch.Tensor | JoinedTensor) -> None:
         """Request the first of these keys that the checkpoint has, to fill ``tensor``.

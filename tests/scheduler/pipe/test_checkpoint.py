@@ -175,6 +175,27 @@ def test_missing_checkpoint_and_missing_entry_are_errors_on_all_ranks(tmp_path):
         assert (step, finite) == (0, True)
 
 
+def load_into_a_shallower_model(rank, folder):
+    torch.set_num_threads(1)
+    with rs.Pipe(make_chain(), CUTS[2], stages="1x1,1x1").compile(make_batch(0), 2) as engine:
+        engine.save(folder, step=1)
+    shallower = make_chain()
+    del shallower.layers[3]
+    with rs.Pipe(shallower, CUTS[2], stages="1x1,1x1").compile(make_batch(0), 2) as engine:
+        before = engine.evaluate(make_batch(0)).loss
+        with pytest.raises(ArgumentError) as caught:
+            engine.load(folder)
+        assert engine.evaluate(make_batch(0)).loss == before
+    return str(caught.value)
+
+
+@pytest.mark.integration
+def test_a_checkpoint_with_layers_that_no_stage_has_is_an_error_on_all_ranks(tmp_path):
+    expected = f"the checkpoint {tmp_path / 'step-00000001'} is of another model: no stage here has "
+    expected += "'model.layers.3.bias', 'model.layers.3.weight'"
+    assert run_processes(load_into_a_shallower_model, 2, str(tmp_path)) == [expected] * 2
+
+
 class Unpicklable(Loader):
     """Its state cannot be saved."""
 
