@@ -188,7 +188,8 @@ class Receiver:
     def _dropped(self, message: Message) -> None:
         self._problem = message["why"]
         if self._leader is not None:
-            self._leader.enlist()
+            self._team.roster.enlist(self._team.id)
+            self._leader.fetch()
 
     def _receive(self, message: Message) -> None:
         """Receive a version into the shadow."""
@@ -426,12 +427,11 @@ class _Leader:
             newest = max(self._wants)  # the store has decided the earlier ones
             self._wants = {newest: self._wants[newest]}
             self._swap_if_wanted()
-        elif kind == "enlist":
-            self.enlist()
+        elif kind == "fetch":
+            self.fetch()
 
-    def enlist(self) -> None:
-        """Join the engines of the name, and fetch the last version from one of them."""
-        self._team.roster.enlist(self._team.id)
+    def fetch(self) -> None:
+        """Fetch the last version from another engine or from the trainer, if there is one."""
         self._asked = [self._team.id]
         self._fetch()
 

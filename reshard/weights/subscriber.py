@@ -119,7 +119,8 @@ class Subscriber:
             self._team.start(self._receiver.act, self._receiver.fail, self._receiver.close)
             if self._team.is_leader:
                 self._team.roster.write_manifest("engine", self._team.id, manifest)
-                self._team.post.post(self._team.address(0), {"kind": "enlist"})
+                self._team.roster.enlist(self._team.id)  # versions that are published from now on are for this engine
+                self._team.post.post(self._team.address(0), {"kind": "fetch"})
 
     def _find_source(self, seconds: float) -> Manifest:
         """The manifest of the trainer, as soon as one publishes the name."""

@@ -21,6 +21,7 @@ from reshard.testing.processes import LaunchError, run_processes
 from reshard.topology import Host, Port, Topology
 from reshard.weights import Publisher, Subscriber, publisher as publisher_module
 from reshard.weights.model import verify
+from reshard.weights.receiver import Receiver
 from reshard.weights.route import Route
 from tests.support.pausable_store import PausableStore
 
@@ -665,3 +666,21 @@ def _slow_rank(rank, _, store):
 def test_a_version_that_is_done_early_is_done_on_each_rank():
     with PausableStore(3) as store:
         run_processes(_slow_rank, 3, store, init_group=False)
+
+
+def _busy_engine(_, __):
+    """A trainer and an engine whose thread comes late, in one process."""
+    store, act = dist.HashStore(), Receiver.act
+
+    def act_late(receiver, message):
+        time.sleep(0.5)
+        act(receiver, message)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Receiver, "act", act_late)
+        with Subscriber(_model(2), store), Publisher(_model(1), store) as publisher:
+            assert set(publisher.publish(1).wait(60).engines.values()) == {""}
+
+
+def test_a_version_is_for_each_engine_that_was_constructed():
+    run_processes(_busy_engine, 1, init_group=False)
