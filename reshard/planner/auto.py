@@ -26,8 +26,10 @@ from reshard.planner.multicast.strategy import (
 from reshard.planner.multicast.workload import Workload
 from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.branch_and_bound import SEARCH_STEPS, search_briefly, search_work
+from reshard.planner.strategies.chunking import routes_to_transfers
 from reshard.planner.strategies.direct import local_cuts
-from reshard.planner.strategies.problem import PlanProblem, Routes, Strategy, complete
+from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.routes import Routes, Strategy
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology
 
@@ -225,9 +227,9 @@ class _Choice:
             name = "send_recv"  # this strategy would send every region directly as well
         if name in self.planned:
             return self.planned[name]
-        transfers = complete(self.problem, self.choose(name))
+        transfers = routes_to_transfers(self.problem, self.choose(name))
         if name == "multicast" and self.is_too_large_with_relays(transfers):
-            transfers = complete(self.problem, self.choose("multicast_near"))
+            transfers = routes_to_transfers(self.problem, self.choose("multicast_near"))
         is_many = name == "multicast" and int(transfers.first_message[-1]) > _MANY_MESSAGES  # its time is found as fast
         floor = self.floors.of_all if is_many else floor_of_transfers(self.problem, transfers)
         if name in ("send_recv", "multicast"):

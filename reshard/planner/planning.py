@@ -14,14 +14,9 @@ from reshard.planner.auto import choose_fastest
 from reshard.planner.compression import AUTO_CODEC, compress_tensors
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.stacking import Stacks, stack_problem, unstack
-from reshard.planner.strategies.problem import (
-    DIRECT_CHUNK_BYTES,
-    STAGING_PARTS,
-    PlanProblem,
-    Routes,
-    Strategy,
-    complete,
-)
+from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, STAGING_PARTS, routes_to_transfers
+from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.routes import Routes, Strategy
 from reshard.planner.strategies.routes_check import check_routes
 from reshard.public_api import not_compiled
 from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
@@ -144,7 +139,8 @@ def plan_tensors(
     if function is None:
         name, transfers = choose_fastest(problem)
     else:
-        transfers = complete(problem, _run_strategy(problem, name, function, is_builtin), is_trusted=is_builtin)
+        chosen = _run_strategy(problem, name, function, is_builtin)
+        transfers = routes_to_transfers(problem, chosen, is_builtin=is_builtin)
     transfers = unstack(transfers, stacks) if is_builtin else transfers
     plan = Plan(tuple(tensors), topology, name, transfers, staging_bytes)
     return mark_sound(plan) if is_builtin else plan  # a plan from a custom strategy is checked before it runs

@@ -1,7 +1,7 @@
 """All strategies by name.
 
 A strategy is a function from a ``PlanProblem`` to ``Routes`` or ``Transfers``. It decides which rank sends what to
-which rank, and in which order. See :mod:`reshard.planner.strategies.problem`. Each docstring gives the steps and the
+which rank, and in which order. See :mod:`reshard.planner.strategies.routes`. Each docstring gives the steps and the
 bytes on the wire. Bytes count what the destination needs and does not hold, once per destination host ("unique") or
 once per receiving rank ("total").
 """
@@ -14,7 +14,7 @@ from reshard.planner.multicast.strategy import multicast
 from reshard.planner.strategies.branch_and_bound import broadcast_search
 from reshard.planner.strategies.broadcast import broadcast_greedy, broadcast_naive, broadcast_size
 from reshard.planner.strategies.direct import global_all_gather, local_all_gather, send_recv
-from reshard.planner.strategies.problem import Strategy
+from reshard.planner.strategies.routes import Strategy
 
 #: Strategies by name. Callers may pass any function with the same signature instead of a name.
 STRATEGIES: dict[str, Strategy] = {

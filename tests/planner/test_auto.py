@@ -17,8 +17,9 @@ from reshard.planner.auto import CANDIDATES, _are_equal
 from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_greedy
+from reshard.planner.strategies.chunking import routes_to_transfers
 from reshard.planner.strategies.greedy import GreedyProblem, order_greedily
-from reshard.planner.strategies.problem import PlanProblem, complete
+from reshard.planner.strategies.problem import PlanProblem
 from reshard.ragged import NO_RANK
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Host, Port
@@ -67,7 +68,7 @@ def test_no_plan_is_faster_than_its_floors(seed):
     floors = Floors(problem)
     num_receivers = (problem.receivers != NO_RANK).sum(axis=1)
     for name, strategy in CANDIDATES.items():
-        transfers = complete(problem, strategy(problem))
+        transfers = routes_to_transfers(problem, strategy(problem))
         seconds = simulate(Plan(problem.tensors, topology, name, transfers)).makespan_seconds * (1 + 1e-9)
         floor = [floor_of_transfers(problem, transfers), floors.of_all]
         if name == "send_recv":
@@ -98,7 +99,7 @@ def test_send_recv_is_ruled_out_unplanned(monkeypatch):
     topology = Topology.uniform([rank // 4 for rank in range(32)])
     src, dst = Layout(Mesh.of("4x4"), "S01 R"), Layout(Mesh.of("4x4", first_rank=16), "R S0")
     problem = PlanProblem.of([TensorSpec((8192, 8192), "float32", src, dst)], topology)
-    floor = floor_of_transfers(problem, complete(problem, CANDIDATES["send_recv"](problem)))
+    floor = floor_of_transfers(problem, routes_to_transfers(problem, CANDIDATES["send_recv"](problem)))
     assert Floors(problem).of_direct == pytest.approx(floor, rel=1e-6)
     monkeypatch.setitem(CANDIDATES, "send_recv", None)
     assert make_plan(src, dst, (8192, 8192), "float32", topology=topology).strategy == "multicast"
@@ -110,7 +111,7 @@ def test_broadcasts_of_regions_on_one_host_are_ruled_out_unplanned(monkeypatch):
     src, dst = Layout(Mesh.of("4x4"), "S0 R"), Layout(Mesh.of("4x4", first_rank=16), "R S1")
     problem = PlanProblem.of([TensorSpec((8192, 8192), "float32", src, dst)], topology)
     for name in ("broadcast_naive", "broadcast_size", "broadcast_greedy"):
-        floor = floor_of_transfers(problem, complete(problem, CANDIDATES[name](problem)))
+        floor = floor_of_transfers(problem, routes_to_transfers(problem, CANDIDATES[name](problem)))
         assert Floors(problem).of_broadcasts == pytest.approx(floor, rel=1e-9)
         monkeypatch.setitem(CANDIDATES, name, None)
     monkeypatch.setattr("reshard.planner.auto.search_briefly", None)
@@ -122,7 +123,7 @@ def test_floor_of_broadcasts_allows_large_chunks_in_a_star():
     topology = Topology.uniform([0] * 4 + [1] * 4, 3.125e9)
     spec = TensorSpec((32, 512, 256), "bfloat16", Layout(Mesh.of("2x2"), "S1"), Layout(Mesh.of("2x4"), "S1"))
     problem = PlanProblem.of([spec], topology)
-    transfers = complete(problem, CANDIDATES["broadcast_naive"](problem))
+    transfers = routes_to_transfers(problem, CANDIDATES["broadcast_naive"](problem))
     seconds = simulate(Plan((spec,), topology, "", transfers)).makespan_seconds
     assert Floors(problem).of_broadcasts <= seconds * (1 + 1e-9)
 

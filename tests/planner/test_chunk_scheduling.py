@@ -16,7 +16,8 @@ from reshard.planner.multicast import strategy as multicast_module
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import make_workload, multicast, ports_of
 from reshard.planner.registry import STRATEGIES
-from reshard.planner.strategies.problem import PlanProblem, Routes
+from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.routes import Routes
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Host, Port
 from tests.reference.pod_chunk_scheduler import PodChunkScheduler

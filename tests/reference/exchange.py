@@ -8,7 +8,8 @@ from collections import defaultdict
 import numpy as np
 
 from reshard.planner.multicast.classes import Classes
-from reshard.planner.strategies.problem import INSIDE_WINDOW, WINDOW, PlanProblem
+from reshard.planner.strategies.chunking import INSIDE_WINDOW, WINDOW
+from reshard.planner.strategies.problem import PlanProblem
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology
 

@@ -17,7 +17,7 @@ from reshard.cli.demo import shard_of_positions
 from reshard.errors import PlanError
 from reshard.plan.messages import expand_messages, message_nbytes
 from reshard.planner.registry import STRATEGIES
-from reshard.planner.strategies.problem import MIN_STAGING_BYTES
+from reshard.planner.strategies.chunking import MIN_STAGING_BYTES
 from reshard.runtime.cpu.staging import TorchMemory, carrier
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds import large, schedule

@@ -15,14 +15,9 @@ from reshard.planner.multicast.relay_limits import limit_relay_staging
 from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.workload import UNITS, Ports, Workload
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
-from reshard.planner.strategies.problem import (
-    DIRECT_CHUNK_BYTES,
-    INSIDE_WINDOW,
-    STAGING_PARTS,
-    WINDOW,
-    PlanProblem,
-    Routes,
-)
+from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW
+from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.routes import Routes
 from reshard.ragged import NO_RANK
 
 #: Largest size of a chunk that needs no packing. On fast links, latencies would dominate the time of smaller chunks.

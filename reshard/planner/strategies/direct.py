@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from reshard.planner.strategies.problem import PlanProblem, Routes
+from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.routes import Routes
 from reshard.planner.strategies.sender_selection import (
     SendLoads,
     pick_sender,

@@ -10,7 +10,8 @@ from reshard.errors import PlanError
 from reshard.formatting import brief, format_ranks
 from reshard.ragged import NO_RANK
 
-from .problem import PlanProblem, Routes
+from .problem import PlanProblem
+from .routes import Routes
 
 
 def _array(name: str, values: Any) -> np.ndarray:
