@@ -20,7 +20,7 @@ from reshard.api.inputs import Inputs, Item
 from reshard.api.option_checks import check_compression, check_on_loss, check_verify, needs_cpu
 from reshard.api.options import TransferOptions, is_fault_tolerant
 from reshard.api.transfer_arrays import copy_to_host
-from reshard.codecs import codec_name, find_codec, has_variable_size
+from reshard.codecs import codec_name, find_codec, has_base, has_variable_size
 from reshard.coordination import (
     Channel,
     Decision,
@@ -225,7 +225,7 @@ def _check_item(item: Item, rank: int, options: TransferOptions) -> tuple[Tensor
         devices.append(item.out.device.type)
         _check_device(item.out.device.type, options)
     if base is not None:
-        if compression != "delta":
+        if not has_base(compression):
             raise ArgumentError(f"{what}: base= is for compression='delta', not {brief(compression)}")
         check_base(base, tensor, what, rank)
     request = TensorRequest(shape, dtype, dst_dtype, item.src_dtensor is not None, local, out, devices)

@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from reshard.api.options import PlanOptions, TransferOptions, read_options, shows_options
-from reshard.codecs import ErrorSums, has_variable_size
+from reshard.codecs import ErrorSums, has_base, has_variable_size
 from reshard.codecs.raw_bytes import decoded_dtype
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
@@ -235,7 +235,7 @@ def _reshard_one(
         dtype_on_wire = wire_dtype(dtype, dst_dtype)
     make = functools.partial(plan_tensors, strategy=options["strategy"], topology=topology)
     tensor = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
-    if not (isinstance(compression, str) and compression == "delta") and (base is not None or out is not None):
+    if not has_base(compression) and (base is not None or out is not None):
         raise ArgumentError(f"base= and out= are for compression='delta', not {brief(compression)}")
     _check_shards(tensor.src_shards, dtype, shards, name)
     if isinstance(src, Mesh) and src_spec is None:

@@ -15,6 +15,7 @@ from reshard.api.lossless.encoding import find_capacities
 from reshard.api.lossless.transfer import CallArrays, LosslessTransfer
 from reshard.api.opened_plan import OpenTransfers, open_plan
 from reshard.api.transfer_arrays import MoverArrays
+from reshard.codecs import has_base
 from reshard.errors import ArgumentError, ReshardError
 from reshard.planner import plan_tensors
 
@@ -90,7 +91,7 @@ class LosslessTransfers:
     def _check_bases(self, given: MoverArrays, names: Sequence[str]) -> None:
         for name, base, source in zip(names, given.bases, given.sources, strict=True):
             what = f"tensor {name!r}" if name else "the tensor"
-            if base is not None and self._codec != "delta":
+            if base is not None and not has_base(self._codec):
                 raise ArgumentError(f"{what}: base= is for compression='delta', not {self._codec!r}")
             if base is not None:
                 check_base(base, source, what, self._channel.group.rank)

@@ -12,16 +12,17 @@ from reshard.codecs.block import (
     is_block_dtype,
 )
 from reshard.codecs.codec import (
-    LOSSLESS_CODECS,
     Codec,
     TransferPolicy,
     codec_name,
     find_codec,
+    has_base,
     has_variable_size,
     parse_codec,
 )
 from reshard.codecs.custom import CustomCodec, find_custom_codec
 from reshard.codecs.elements import ElementCodec, ErrorSums
+from reshard.codecs.formats import LOSSLESS_CODECS
 from reshard.codecs.rates import measure_rates
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "find_block_codec",
     "find_codec",
     "find_custom_codec",
+    "has_base",
     "has_variable_size",
     "is_block_dtype",
     "measure_rates",

@@ -9,11 +9,9 @@ import numpy as np
 from reshard.codecs.block import BLOCK_CODECS, BlockCodec, find_block_codec
 from reshard.codecs.custom import wrap_codec
 from reshard.codecs.elements import ElementCodec
+from reshard.codecs.formats import LOSSLESS_CODECS, find_lossless_codec
 from reshard.errors import ArgumentError
 from reshard.formatting import brief, did_you_mean
-
-#: Lossless codecs whose output has no fixed size.
-LOSSLESS_CODECS = ("bf16-lossless", "delta")
 
 
 class Codec(Protocol):
@@ -98,8 +96,14 @@ def parse_codec(name: Any) -> BlockCodec:
 
 
 def has_variable_size(name: Any) -> bool:
-    """Whether this names a codec whose output size depends on the values."""
-    return isinstance(name, str) and name in LOSSLESS_CODECS
+    """Whether this names a codec whose output size depends on the values: a lossless codec."""
+    return find_lossless_codec(name) is not None
+
+
+def has_base(name: Any) -> bool:
+    """Whether this names a codec that encodes what changed since a version that the receivers hold, the base."""
+    codec = find_lossless_codec(name)
+    return codec is not None and codec.has_base
 
 
 def codec_name(codec: Any) -> str:

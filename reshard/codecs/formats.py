@@ -1,27 +1,37 @@
-"""The lossless formats of a piece of a tensor, and the one function that reads them all.
+"""The lossless formats of a piece of a tensor: one record for each, and the one function that reads them all.
 
 A piece begins with a byte that names its format. If a format would need more bytes than the plain ones, its encoder
-writes those, after the header of ``raw``.
+writes those, after the header of ``raw``. A format whose name callers may pass as ``compression=`` is a lossless codec.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from reshard import _native
 from reshard.codecs.bitmap import BITMAP, decode_bitmap, encode_bitmap
 from reshard.codecs.delta import DIFFERENCES, HEADER_BYTES, PLAIN, decode_delta, encode_delta, read_plain, write_plain
+from reshard.codecs.encoded_sizes import (
+    DENSE_SHARES,
+    Sample,
+    bitmap_size,
+    delta_size,
+    exponents_size,
+    planes_size,
+    raw_size,
+)
 from reshard.codecs.exponents import DTYPE, EXPONENTS, decode_exponents, encode_exponents
 from reshard.codecs.xor_planes import XOR_PLANES, decode_planes, encode_planes, zstd_version
 from reshard.errors import ArgumentError
 
-#: ``{bytes of a word: share of changed words}`` from which ``bitmap`` is smaller than ``delta``, or faster (1 byte).
-DENSE_SHARES = {1: 1 / 16, 2: 1 / 8, 4: 1 / 8}
 #: Distance, in blocks of 64 bytes, of the blocks that tell whether a piece is dense.
 SAMPLED_BLOCKS = 64
+#: Time in which zstd sets up its state, once for encoding and once for decoding. It is much for one small piece.
+ZSTD_SECONDS = 2.5e-4
 
 
 def encode_changes(words: np.ndarray, base: np.ndarray, out: np.ndarray, width: int) -> int:
@@ -41,15 +51,28 @@ class Format:
         decode: turns the base into the words that were encoded, in place; returns False if the bytes do not encode so
             many words. Arguments are the bytes after the header, the base, and the number of bytes of a word.
         header: the first byte of what ``decode`` reads. ``encode`` may write another format where that is smaller.
+        size: predicts the encoded bytes per plain byte, from the bytes of a word and a sample of the changes.
+        is_codec: whether callers may pass the name as ``compression=``.
         has_base: whether the receiver needs the base.
         dtype: the only dtype of the format; "" for any.
+        is_timed_by_words: whether the time depends on the number of words, not on that of bytes. Rates are measured on
+            words of 2 bytes.
+        setup_seconds: time that encoding takes before the first byte; decoding takes as long.
+        dense_format: name of the format that ``encode`` writes where many words changed; "" for none.
+        version: version of the library on which the bytes depend. "" if they depend on none, None if it is missing.
     """
 
     encode: Callable[[np.ndarray, np.ndarray, np.ndarray, int], int]
     decode: Callable[[np.ndarray, np.ndarray, int], bool]
     header: int
+    size: Callable[[int, Sample], float]
+    is_codec: bool = False
     has_base: bool = True
     dtype: str = ""
+    is_timed_by_words: bool = False
+    setup_seconds: float = 0.0
+    dense_format: str = ""
+    version: Callable[[], str | None] = lambda: ""
 
 
 FORMATS = {
@@ -57,20 +80,46 @@ FORMATS = {
         lambda words, base, out, width: write_plain(words, out),
         lambda data, words, width: read_plain(data, words),
         PLAIN,
+        raw_size,
         has_base=False,
     ),
     "bf16-lossless": Format(
         lambda words, base, out, width: encode_exponents(words, out),
         lambda data, words, width: decode_exponents(data, words),
         EXPONENTS,
+        exponents_size,
+        is_codec=True,
         has_base=False,
         dtype=DTYPE,
     ),
-    "delta": Format(encode_changes, decode_delta, DIFFERENCES),
-    "bitmap": Format(encode_bitmap, decode_bitmap, BITMAP),
-    "xor-zstd": Format(encode_planes, decode_planes, XOR_PLANES),
+    "delta": Format(
+        encode_changes,
+        decode_delta,
+        DIFFERENCES,
+        delta_size,
+        is_codec=True,
+        is_timed_by_words=True,
+        dense_format="bitmap",
+    ),
+    "bitmap": Format(encode_bitmap, decode_bitmap, BITMAP, bitmap_size, is_timed_by_words=True),
+    "xor-zstd": Format(
+        encode_planes,
+        decode_planes,
+        XOR_PLANES,
+        planes_size,
+        setup_seconds=ZSTD_SECONDS,
+        version=lambda: zstd_version() or None,
+    ),
 }
+#: Names of the formats that callers may pass as ``compression=``.
+LOSSLESS_CODECS = tuple(name for name, known in FORMATS.items() if known.is_codec)
 _NAME_OF_HEADER = {known.header: name for name, known in FORMATS.items()}
+
+
+def find_lossless_codec(compression: Any) -> Format | None:
+    """The format that a caller names as ``compression=``, or None if the value names no lossless codec."""
+    is_name = isinstance(compression, str) and compression in LOSSLESS_CODECS
+    return FORMATS[compression] if is_name else None
 
 
 def known_formats() -> dict[str, str]:
@@ -78,9 +127,8 @@ def known_formats() -> dict[str, str]:
 
     Ranks may use a format that they all list with the same version: then all read it, and write the same bytes.
     """
-    return {name: "" for name in FORMATS if name != "xor-zstd"} | (
-        {"xor-zstd": zstd_version()} if zstd_version() else {}
-    )
+    versions = {name: known.version() for name, known in FORMATS.items()}
+    return {name: version for name, version in versions.items() if version is not None}
 
 
 def decode_piece(data: np.ndarray, words: np.ndarray, width: int) -> None:

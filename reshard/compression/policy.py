@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.arguments import check_arguments
-from reshard.codecs import parse_codec
+from reshard.codecs import has_base, has_variable_size, parse_codec
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 
@@ -62,7 +62,8 @@ class Policy:
                 object.__setattr__(self, dimension, tuple(value))
                 value = [codec for codec in value if codec is not None]
             for codec in value if isinstance(value, list) else [value]:
-                if dimension != "optimizer" or codec != "bf16-lossless":
+                is_exact = has_variable_size(codec) and not has_base(codec)
+                if dimension != "optimizer" or not is_exact:
                     parse_codec(codec)
         if not isinstance(self.force_pp, bool) or (self.force_pp and self.pp is None):
             raise ArgumentError(f"force_pp is {brief(self.force_pp)}; it must be a bool, and needs pp=")

@@ -9,6 +9,7 @@ from torch import nn
 
 from reshard.api.call import reshard
 from reshard.arguments import check_arguments
+from reshard.codecs import has_variable_size
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.gradients.sums import mark_replaced
@@ -68,7 +69,7 @@ def relayout(
     of_state = {name for name in sources if not name.endswith(".")}
     if codec is not None and not of_state:
         raise ArgumentError(f"compression={compression} has optimizer=, but there is no optimizer state to move")
-    encoded = set() if codec is None else {name for name in of_state if codec == "bf16-lossless" or is_linear(name)}
+    encoded = set() if codec is None else {name for name in of_state if has_variable_size(codec) or is_linear(name)}
     if codec is not None:
         for name in of_state - encoded:
             sources[name] = without_low_bits(sources[name])

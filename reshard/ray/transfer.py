@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 from reshard.api.options import TransferOptions, is_fault_tolerant, read_options, shows_options
-from reshard.codecs import Codec, TransferPolicy
+from reshard.codecs import Codec, TransferPolicy, has_base
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.formatting import brief, compare_names
@@ -125,8 +125,7 @@ def _check_versions(
     results: Mapping[Any, ShardedArray],
 ) -> None:
     """Raise ArgumentError unless the earlier versions of ``arrays`` and ``results`` can be used."""
-    is_delta = isinstance(compression, str) and compression == "delta"
-    if not is_delta and any(item is not None for item in (*bases.values(), *outs.values())):
+    if not has_base(compression) and any(item is not None for item in (*bases.values(), *outs.values())):
         raise ArgumentError(f"base= and out= are for compression='delta', not {brief(compression)}")
     for name, array in arrays.items():
         _check_version(bases[name], "base", name, array, array.mesh)

@@ -13,11 +13,11 @@ from reshard.codecs.choice import (
     ENCODE_SECONDS,
     MIN_GAIN,
     Rates,
-    Sample,
     choose_format,
     predict_seconds,
 )
 from reshard.codecs.delta import word_width
+from reshard.codecs.encoded_sizes import Sample
 from reshard.codecs.formats import FORMATS, known_formats
 from reshard.codecs.rates import measure_format_rates, slowest_rates
 from reshard.dtypes import dtype_name
@@ -25,8 +25,8 @@ from reshard.errors import ArgumentError
 from reshard.formatting import brief
 from reshard.weights.encoded_regions import sample_region
 
-#: Values of ``compression=``: differences to the last version, or formats that need no version before.
-COMPRESSIONS = ("delta", "lossless")
+#: Values of ``compression=`` of a Publisher, and whether the format of a region may refer to the version before.
+COMPRESSIONS = {"delta": True, "lossless": False}
 #: The rate of the link is the median of at most this many transfers.
 MAX_LINK_RATES = 5
 #: Regions that take less time on the link travel raw: comparing formats would take a large part of this time.
@@ -43,9 +43,14 @@ def check_compression(compression: Any) -> str | None:
     Raises:
         ArgumentError: the value is not one of :data:`COMPRESSIONS`.
     """
-    if compression is not None and compression not in COMPRESSIONS:
+    if compression is not None and not (isinstance(compression, str) and compression in COMPRESSIONS):
         raise ArgumentError(f"compression is {brief(compression)}; it must be None, 'delta' or 'lossless'")
     return None if compression is None else str(compression)
+
+
+def keeps_base(compression: str | None) -> bool:
+    """Whether the trainer keeps the version before, so that formats may encode what changed since it."""
+    return compression is not None and COMPRESSIONS[compression]
 
 
 def report_formats() -> dict[str, Any]:

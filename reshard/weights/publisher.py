@@ -17,7 +17,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
-from reshard.weights.formats import check_compression
+from reshard.weights.formats import check_compression, keeps_base
 from reshard.weights.membership.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
 from reshard.weights.model.holdings import Shard, StateReader
 from reshard.weights.model.manifest import merge_states, state_of_rank
@@ -160,7 +160,7 @@ class Publisher:
                 _find_dtype(dtype),
                 self._quantizer,
                 on_host=self._compression is not None,
-                keeps_base=self._compression == "delta",
+                keeps_base=keeps_base(self._compression),
             )
             claims = run_collectively(self._team.group, self._claim, "claims the name", AGREE_SECONDS)
             self._last = claims[0]["last"]

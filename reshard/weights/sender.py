@@ -14,7 +14,7 @@ import torch.distributed as dist
 from reshard.errors import ReshardError
 from reshard.weights.dispatcher import CHECK_SECONDS, Dispatcher, Outcome
 from reshard.weights.encoded import EncodedTransfers, RawHandle, SendingHandle
-from reshard.weights.formats import FormatChoice
+from reshard.weights.formats import FormatChoice, keeps_base
 from reshard.weights.membership.mailbox import Message
 from reshard.weights.membership.survivors import on_ranks
 from reshard.weights.membership.team import AGREE_SECONDS, Team, run_collectively
@@ -86,7 +86,7 @@ class Sender:
     def _find_base(self, may_encode: bool) -> int | None:
         """The version to which differences may refer, if the version may be encoded."""
         self._is_encoded = may_encode and self._compression is not None and self._choice.may_pay()
-        return self._snapshot.base_version if self._is_encoded and self._compression == "delta" else None
+        return self._snapshot.base_version if self._is_encoded and keeps_base(self._compression) else None
 
     def _describe_coding(self, base: int | None) -> dict[str, Any]:
         """The entries of a message about the coding of a version."""

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from reshard.codecs import xor_planes
-from reshard.codecs.choice import Rates, Sample, choose_format, find_size, predict_seconds, take_sample
+from reshard.codecs.choice import Rates, choose_format, find_size, predict_seconds, take_sample
 from reshard.codecs.delta import HEADER_BYTES
+from reshard.codecs.encoded_sizes import Sample
 from reshard.codecs.formats import FORMATS
 from reshard.codecs.rates import measure_format_rates, slowest_rates
 

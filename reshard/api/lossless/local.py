@@ -12,6 +12,7 @@ import torch
 from reshard.api.lossless.encoding import EncodedBucket, decode_bucket, digest_regions, encode_bucket
 from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.api.lossless.transfer import check_dtypes
+from reshard.codecs import has_base
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.formatting import describe_ranks
 from reshard.public_api import caller_level
@@ -58,9 +59,9 @@ def move_lossless(spec: TensorSpec, codec: str, arrays: LocalArrays, move: Move)
     shards, base, out, targets = arrays
     of_rank = {rank: find_buckets([spec], rank) for rank in {*spec.src.ranks, *spec.dst.ranks}}
     buckets = next(iter(of_rank.values()))
-    because = _why_full(of_rank, buckets, base, out) if codec == "delta" else "it has no base"
+    because = _why_full(of_rank, buckets, base, out) if has_base(codec) else "it has no base"
     if because and base:
-        warnings.warn(f"compression='delta' sends the tensor in full: {because}", stacklevel=caller_level())
+        warnings.warn(f"compression={codec!r} sends the tensor in full: {because}", stacklevel=caller_level())
     encoded: dict[str, dict[int, EncodedBucket]] = {}
     for name, bucket in buckets.items():
         for rank in bucket.holders:

@@ -13,8 +13,8 @@ import xxhash
 
 from reshard.api.lossless.encoding import EncodedBucket, capacity_of, decode_bucket, digest_regions, encode_bucket
 from reshard.api.lossless.regions import Bucket, find_buckets
-from reshard.codecs import LOSSLESS_CODECS
-from reshard.codecs.exponents import DTYPE
+from reshard.codecs import LOSSLESS_CODECS, has_base
+from reshard.codecs.formats import FORMATS
 from reshard.coordination import (
     Channel,
     Decision,
@@ -125,10 +125,12 @@ class LosslessTransfer:
         """
         check_dtypes(self._codec, self._specs.values())
         reports = self._encode(self._bases, failure)
-        base, because = self._find_base(reports) if self._codec == "delta" else (None, "")
+        base, because = self._find_base(reports) if has_base(self._codec) else (None, "")
         given = [digest for report in reports.values() for digest in report["sources"].values() if digest is not None]
         if base is None and given:
-            warnings.warn(f"compression='delta' sends the tensors in full: {because}", stacklevel=caller_level())
+            warnings.warn(
+                f"compression={self._codec!r} sends the tensors in full: {because}", stacklevel=caller_level()
+            )
             reports = self._encode({})
         self._kept = f"every out is unchanged{f', at base {base}' if base else ''}"
         self._buckets = self._find_survivors()
@@ -261,7 +263,7 @@ class LosslessTransfer:
                     own = xxhash.xxh3_64(encoded.data.data).intdigest()
                     report["buckets"][name] = encoded.nbytes, encoded.digest, own
                     report["sources"][name] = encoded.base_digest
-                if self._rank in bucket.receivers and self._codec == "delta":
+                if self._rank in bucket.receivers and has_base(self._codec):
                     out = _shards_of(bucket, self._outs)
                     report["outs"][name] = None if out is None else digest_regions(bucket, out, "dst")
         except Exception as error:
@@ -379,10 +381,11 @@ def _raise_failure(reports: dict[int, Any], kept: str) -> dict[int, Any]:
 
 def check_dtypes(codec: str, specs: Iterable[TensorSpec]) -> None:
     """Raise ArgumentError if a lossless codec does not compress the dtype of a tensor."""
+    dtype = FORMATS[codec].dtype
     for spec in specs:
-        if codec == "bf16-lossless" and spec.dtype != DTYPE:
+        if dtype and spec.dtype != dtype:
             what = f"tensor {spec.name!r}" if spec.name else "the tensor"
-            raise ArgumentError(f"{what}: {codec} encodes {DTYPE}, not {spec.dtype}")
+            raise ArgumentError(f"{what}: {codec} encodes {dtype}, not {spec.dtype}")
 
 
 def check_lossless_codec(codec: Any, plan: Plan) -> None:
