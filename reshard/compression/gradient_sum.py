@@ -100,7 +100,7 @@ class GradientSum:
         self._groups = tuple(self._new_group(ranks) for ranks in levels)
         end_with(self, self._groups)
         self._inside, self._across = map(GroupLevel, self._groups)
-        self._digests: dict[tuple[Any, ...], int] = {}
+        self._hashes: dict[tuple[Any, ...], int] = {}
         self._errors = CodingErrors()
         self._buffers: dict[str, torch.Tensor] = {}
 
@@ -224,7 +224,7 @@ class GradientSum:
         one while others are still in this one. The group of the caller may be in use by another thread.
         """
         signature = tuple((name, dtype, *shape) for name, dtype, shape in given)
-        digest = 0 if failure else self._digest(signature)
+        digest = 0 if failure else self._hash_of(signature)
         extremes = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
         for group in self._groups:
             if dist.get_world_size(group) > 1:
@@ -246,12 +246,12 @@ class GradientSum:
                     f"{_describe(yours)}"
                 )
 
-    def _digest(self, signature: tuple[Any, ...]) -> int:
+    def _hash_of(self, signature: tuple[Any, ...]) -> int:
         """A positive number that is the same on all ranks with the same signature."""
-        known = self._digests.get(signature)
+        known = self._hashes.get(signature)
         if known is None:
             data = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
-            known = self._digests[signature] = (int.from_bytes(data, "big") >> 2) + 1
+            known = self._hashes[signature] = (int.from_bytes(data, "big") >> 2) + 1
         return known
 
     def _buffer(self, name: str, numel: int) -> torch.Tensor:

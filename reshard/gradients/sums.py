@@ -207,7 +207,9 @@ def _sum_bucket(gradients: Sequence[torch.Tensor], axes: Sequence[SumAxis]) -> N
 
 def _compare(entries: Sequence[tuple[str, torch.Tensor, torch.Tensor]], axes: Sequence[SumAxis]) -> Iterator[str]:
     """Compare digests of gradients and parameters over ``axes``. Gives what differs."""
-    digests = torch.stack([digest_of(tensor) for _, parameter, gradient in entries for tensor in (gradient, parameter)])
+    digests = torch.stack(
+        [digest_local_shard(tensor) for _, parameter, gradient in entries for tensor in (gradient, parameter)]
+    )
     for axis in axes:
         high, low = axis.max(digests), -axis.max(-digests)
         for index in (high != low).nonzero().flatten().tolist():
@@ -215,7 +217,7 @@ def _compare(entries: Sequence[tuple[str, torch.Tensor, torch.Tensor]], axes: Se
             yield f"the {what} of {name!r} differs between {_describe([axis])}"
 
 
-def digest_of(array: Any) -> torch.Tensor:
+def digest_local_shard(array: Any) -> torch.Tensor:
     """A 63-bit digest of the local elements and their order, on the device of the array."""
     local = local_of(array).detach()
     return torch.tensor(digest_array(local) >> 1, device=local.device)

@@ -12,7 +12,7 @@ from torch import nn
 from reshard.arguments import check_arguments
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.gradients.sums import CHECK_EVERY, digest_of, mark_replaced
+from reshard.gradients.sums import CHECK_EVERY, digest_local_shard, mark_replaced
 from reshard.public_api import not_compiled
 
 from . import transformers_models  # noqa: F401  # registers its converters
@@ -223,7 +223,7 @@ class _BatchHooks:
         if bool(self._differs(torch.tensor([len(tensors)], device=device), torch.tensor([False], device=device))):
             raise DisagreementError(f"ranks of {self.grid} pass different numbers of tensors to a model")
         is_cut = torch.tensor([tensor.is_floating_point() for _, tensor in tensors], device=device)
-        different = self._differs(torch.stack([digest_of(tensor).to(device) for _, tensor in tensors]), is_cut)
+        different = self._differs(torch.stack([digest_local_shard(tensor).to(device) for _, tensor in tensors]), is_cut)
         for index in different.nonzero().flatten().tolist():
             raise DisagreementError(
                 f"ranks of {self.grid} pass different batches to a model: {tensors[index][0]} differs; every rank must "

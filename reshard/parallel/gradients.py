@@ -39,13 +39,13 @@ def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) ->
     for _, parameter, axes in declared_sums(model):
         depth = next((item for item in axes_left(parameter, axes) if item.name == "depth"), None)
         if isinstance(depth, Axis):
-            Turns.of(depth, parameter.device).take(Turn.SUM, digest_of_sums(model))
+            Turns.of(depth, parameter.device).take(Turn.SUM, hash_of_sums(model))
             break
     sync_gradients_of(model, check_every)
 
 
-def digest_of_sums(model: torch.nn.Module) -> int:
-    """A 63-bit digest of the names, shapes and dtypes of the gradients that are summed, equal along depth."""
+def hash_of_sums(model: torch.nn.Module) -> int:
+    """A 63-bit hash of the names, shapes and dtypes of the gradients that are summed, equal along depth."""
     sums = [
         (name, tuple(local_of(declared_sum).shape), str(declared_sum.dtype))
         for name, declared_sum, _ in declared_sums(model)

@@ -25,7 +25,7 @@ from reshard.gradients.sums import (
 )
 from reshard.runtime.torch_compat import local_of
 
-from .gradients import digest_of_sums, sync_gradients, sync_gradients_of
+from .gradients import hash_of_sums, sync_gradients, sync_gradients_of
 from .grid.collectives import Axis
 from .grid.turns import Turn, Turns
 
@@ -123,7 +123,7 @@ class _EarlySums:
                 "both"
             )
         num_begun = 0 if earlier is None else earlier.num_begun
-        num_begun = self._turns.take(Turn.BEGIN, digest_of_sums(model), num_begun)
+        num_begun = self._turns.take(Turn.BEGIN, hash_of_sums(model), num_begun)
         self._axis = self._depth.for_sums()
         if earlier is not None:
             earlier.discard(num_begun)

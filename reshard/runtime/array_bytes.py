@@ -1,4 +1,8 @@
-"""Bytes of torch tensors: copies in row-major order, flat views, and digests."""
+"""Bytes of torch tensors: copies in row-major order, flat views, and digests.
+
+A digest here depends on the order of the bytes, so equal arrays have equal digests only if they hold the same region.
+:mod:`reshard.weights.model.digests` has digests of tensors that do not depend on how these are sharded.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ def flat_bytes(view: torch.Tensor) -> torch.Tensor:
     return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
-def digest_of(parts: Sequence[torch.Tensor]) -> int:
+def digest_concatenated(parts: Sequence[torch.Tensor]) -> int:
     """The digest of concatenated views, each in row-major order. Packed into one buffer they have the same digest."""
     digest = xxhash.xxh3_64()
     for part in parts:
@@ -43,11 +47,11 @@ def digest_of(parts: Sequence[torch.Tensor]) -> int:
 def digest_array(array: torch.Tensor) -> int:
     """The 64-bit digest of an array in row-major order. Compare only arrays on the same type of device."""
     if array.device.type == "cpu":
-        return digest_of([array])
-    return _digest_on_device(flat_bytes(contiguous(array)))
+        return digest_concatenated([array])
+    return _digest_bytes_on_device(flat_bytes(contiguous(array)))
 
 
-def _digest_on_device(data: torch.Tensor) -> int:
+def _digest_bytes_on_device(data: torch.Tensor) -> int:
     """The digest of flat bytes, computed on their device: a sum of 64-bit words, each mixed with its position."""
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for first in range(0, data.numel(), _CHUNK_BYTES):

@@ -37,7 +37,7 @@ def test_one_call_digests_regions_of_every_word_size_and_stride_as_the_reference
         unsigned = words.numpy().view(f"uint{8 * words.itemsize}")
         of_words = [*(parts * stride for stride in strides), 1]
         expected.append(digest_region(unsigned, of_words, first * parts))
-        assert digests._digest_on_device(words, of_words, first * parts) == expected[-1]
+        assert digests._digest_region_on_device(words, of_words, first * parts) == expected[-1]
     assert regions.digest().tolist() == expected
     whole[1, 3] += 1  # digests are of what the memory holds now
     assert (regions.digest() != np.array(expected, dtype=np.uint64)).tolist() == [True] * 3 + [False] * 5

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from reshard.errors import PlanError
-from reshard.runtime.array_bytes import digest_of, flat_bytes
+from reshard.runtime.array_bytes import digest_concatenated, flat_bytes
 from reshard.runtime.cpu.box_tables import tabulate_buffers
 from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.progress import Tally
@@ -314,7 +314,7 @@ class _Execution:
             self.unpack(op, slot)
         if self.digests is not None:
             views = [view_of(self.dst, box.tensor, box.dst) for box in op.boxes] if not op.is_relay else []
-            self.digests.received[op.id] = digest_of(views if slot is None or views else [slot[: op.nbytes]])
+            self.digests.received[op.id] = digest_concatenated(views if slot is None or views else [slot[: op.nbytes]])
 
     def unpack(self, op: Recv, slot: torch.Tensor) -> None:
         """Copy the parts that were not received into the arrays themselves."""
@@ -357,7 +357,7 @@ class _Execution:
         queue.posted.append((op, work, slot))
         queue.next += 1
         if self.digests is not None:  # after posting, so that it overlaps the transfer
-            self.digests.sent[op.id] = digest_of(sent)
+            self.digests.sent[op.id] = digest_concatenated(sent)
         return True
 
     def can_share_boxes(self, op: Send) -> bool:

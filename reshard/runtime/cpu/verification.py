@@ -17,7 +17,7 @@ import torch
 from reshard.errors import VerificationError
 from reshard.plan import Message, Plan, expand_messages, name_box, tabulate_messages
 from reshard.ragged import NO_RANK
-from reshard.runtime.array_bytes import digest_of, flat_bytes
+from reshard.runtime.array_bytes import digest_concatenated, flat_bytes
 from reshard.runtime.cpu.staging import CastSource
 from reshard.sharding import format_box
 
@@ -42,12 +42,12 @@ class Digests:
 def is_copy_of(target: torch.Tensor, source: torch.Tensor | CastSource) -> bool:
     """Whether a target equals its source. After a cast, any two NaNs count as equal: torch's kernels differ there."""
     if not isinstance(source, CastSource):
-        return digest_of([target]) == digest_of([source])
+        return digest_concatenated([target]) == digest_concatenated([source])
     actual, expected = target.view(source.dtype), source.array.to(source.dtype)
     if source.dtype.is_floating_point:
         actual, expected = actual.float(), expected.float()
         return bool(((actual == expected) | (actual.isnan() & expected.isnan())).all())
-    return digest_of([actual]) == digest_of([expected])
+    return digest_concatenated([actual]) == digest_concatenated([expected])
 
 
 def find_fault(plan: Plan, sent: Mapping[int, int], received: Mapping[int, int]) -> str | None:
@@ -130,7 +130,7 @@ class Replicas:
             if isinstance(array, CastSource):
                 array = array.array
             at = (*map(slice, first.tolist(), last.tolist()), ...)  # an encoded array has one more dim, of bytes
-            digests.append(digest_of([array[at]]))
+            digests.append(digest_concatenated([array[at]]))
         return digests
 
     def find_fault(self, digests: Mapping[int, Sequence[int]]) -> str | None:

@@ -79,12 +79,12 @@ class LocatedRegions:
             return on_host
         digests, is_on_device = np.empty(len(self._is_on_device), dtype=np.uint64), np.array(self._is_on_device)
         digests[~is_on_device] = on_host
-        digests[is_on_device] = [_digest_on_device(*region) for region in self._devices]
+        digests[is_on_device] = [_digest_region_on_device(*region) for region in self._devices]
         return digests
 
 
-def _digest_on_device(words: torch.Tensor, strides: Sequence[int], first: int) -> int:
-    """The digest of words on their device, a few rows at a time."""
+def _digest_region_on_device(words: torch.Tensor, strides: Sequence[int], first: int) -> int:
+    """The digest of a region, computed on its device, a few rows at a time."""
     rows_at_once = max(1, _CHUNK_ELEMENTS // max(1, words[:1].numel()))
     low = torch.zeros((), dtype=torch.int64, device=words.device)
     high = torch.zeros_like(low)
