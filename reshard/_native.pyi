@@ -45,8 +45,8 @@ def flow(
     after: Any,
     port_at: Any,
     port: Any,
-    hold_port: Any,
-    hold_work: Any,
+    overhead_port: Any,
+    overhead_bytes: Any,
     buffer: Any,
     rate: Any,
     burst: Any,
@@ -60,14 +60,14 @@ def flow(
     1 if the last message would finish after the cutoff, 2 if the simulation takes more operations.
     """
 
-def flow_in_turn(
+def flow_serially(
     sender: Any,
     receiver: Any,
     nbytes: Any,
     window: Any,
     after_at: Any,
     after: Any,
-    hold: Any,
+    delay: Any,
     host_of: Any,
     ports: Any,
     rate: Any,
@@ -75,7 +75,7 @@ def flow_in_turn(
     latency_across: float,
     latency_inside: float,
 ) -> float:
-    """The end of the last message in seconds if ports pass one message at a time; see ``reshard.cost.in_turn``."""
+    """The end of the last message in seconds if ports pass one message at a time; see ``reshard.cost.serial_ports``."""
 
 def rotate(
     receivers: Any,

@@ -13,7 +13,7 @@ import numpy as np
 from reshard import _native
 from reshard.cli.progress import print_line, track
 from reshard.cost import flow, network_of
-from reshard.cost.in_turn import seconds_in_turn
+from reshard.cost.serial_ports import serial_seconds
 from reshard.plan import tabulate_messages
 from reshard.planner import NO_RANK, PlanProblem, make_plan, plan_tensors
 from reshard.planner.multicast.classes import Classes, group_rows
@@ -28,8 +28,8 @@ from reshard.topology import Topology
 from tests.reference.byte_runs import copy_runs_python
 from tests.reference.exchange import direct_loads_python, number_rows_python, rotate_python
 from tests.reference.fluid import flow_python
-from tests.reference.in_turn import seconds_in_turn_python
 from tests.reference.list_scheduling import order_greedily
+from tests.reference.serial_ports import serial_seconds_python
 
 
 def _median_seconds(function: Callable[[], object], repeats: int = 15) -> float:
@@ -86,7 +86,7 @@ def exchanges() -> None:
             ("rotate", *_rotation(problem)),
             ("add_direct_loads", *_direct_loads(problem)),
             ("number_rows", lambda rows=rows: group_rows(rows), lambda rows=rows: number_rows_python(rows)),
-            ("flow_in_turn", lambda plan=plan: seconds_in_turn(plan), lambda plan=plan: seconds_in_turn_python(plan)),
+            ("flow_serially", lambda plan=plan: serial_seconds(plan), lambda plan=plan: serial_seconds_python(plan)),
         ):
             fast, slow = _median_seconds(native, 5), _median_seconds(python, 3)
             print_line(

@@ -1,11 +1,11 @@
 // The event loop of the simulator, on the fluid model of reshard.cost.fluid.Network.
 //
 // Messages of one stream (a pair of ranks) flow one at a time. The first message of each stream is in one of two
-// phases: it holds the sender's port for its latency, or its bytes pass all ports of the stream. The rates of all
+// phases: it occupies the sender's port for its latency, or its bytes pass all ports of the stream. The rates of all
 // active streams are proportionally fair (see proportional_fairness.h) and change only at events: a phase ends, a
 // message leaves the window of its queue because the rest of it fits the send buffer, or a token bucket becomes empty.
 // Each step advances the clock to the next event. A port with saved tokens has no limit on its rate (AT_ONCE) until
-// they are spent, except while a latency holds it, since a latency takes as long with a full bucket.
+// they are spent, except while a latency occupies it, since a latency takes as long with a full bucket.
 //
 // Streams that share no port, directly or through other streams, do not affect each other. So an event changes rates
 // only in the components (of streams connected by ports) whose streams or capacities it changes, and each of them is
@@ -36,8 +36,8 @@ constexpr double FLOOR_TOLERANCE = 1e-6; // relative error of a floor: ports car
 enum class Outcome { ended, late, unknown };
 
 struct EventLoop {
-    const int64_t *queue, *stream, *receiver, *window, *ahead, *port_at, *port, *hold_port;
-    const double *nbytes, *hold_work, *buffer, *port_rate, *burst;
+    const int64_t *queue, *stream, *receiver, *window, *ahead, *port_at, *port, *overhead_port;
+    const double *nbytes, *overhead_bytes, *buffer, *port_rate, *burst;
     size_t num_ports;
     double *start, *finish;
     Rows next; // by message: the messages that start after it
@@ -103,7 +103,7 @@ struct EventLoop {
         double rest = 0;
         for (int64_t i = flowing.first + 1; i < flowing.started; ++i)
             rest += nbytes[row[i]];
-        return (flowing.holds ? nbytes[row[flowing.first]] : flowing.remaining) + rest;
+        return (flowing.in_overhead ? nbytes[row[flowing.first]] : flowing.remaining) + rest;
     }
 
     // Removes messages whose rest fits the send buffer from the window of their queue; returns that queue, -1 if none.
@@ -134,11 +134,11 @@ struct EventLoop {
         Stream &flowing = streams[s];
         const int64_t message = of_stream[s][flowing.first];
         start[message] = now;
-        flowing.holds = hold_work[message] > 0;
-        if (flowing.holds)
+        flowing.in_overhead = overhead_bytes[message] > 0;
+        if (flowing.in_overhead)
             changed = true;
-        flowing.remaining = flowing.holds ? hold_work[message] : nbytes[message];
-        work[hold_port[s]] -= hold_work[message];
+        flowing.remaining = flowing.in_overhead ? overhead_bytes[message] : nbytes[message];
+        work[overhead_port[s]] -= overhead_bytes[message];
         for (int64_t i = port_at[s]; i < port_at[s + 1]; ++i)
             work[port[i]] -= nbytes[message];
         set_path(s);
@@ -148,8 +148,8 @@ struct EventLoop {
     void end_phase(int64_t s) {
         Stream &flowing = streams[s];
         const int64_t message = of_stream[s][flowing.first];
-        if (flowing.holds) {
-            flowing.holds = false;
+        if (flowing.in_overhead) {
+            flowing.in_overhead = false;
             flowing.remaining = nbytes[message];
             changed = true;
             set_path(s);
@@ -196,7 +196,8 @@ struct EventLoop {
         Stream &flowing = streams[s];
         Path path{nullptr, nullptr};
         if (!flowing.is_idle())
-            path = flowing.holds ? Path{hold_port + s, hold_port + s + 1} : Path{port + port_at[s], port + port_at[s + 1]};
+            path = flowing.in_overhead ? Path{overhead_port + s, overhead_port + s + 1}
+                                       : Path{port + port_at[s], port + port_at[s + 1]};
         if (path.first == flowing.path.first)
             return;
         for (const int64_t p : flowing.path) {
@@ -246,12 +247,12 @@ struct EventLoop {
         }
     }
 
-    // Sets the capacity of each port: a port with saved tokens has no limit unless a latency holds it.
+    // Sets the capacity of each port: a port with saved tokens has no limit unless a latency occupies it.
     void set_capacities() {
         held.assign(num_ports, false);
         for (const int64_t s : active)
-            if (streams[s].holds)
-                held[hold_port[s]] = true;
+            if (streams[s].in_overhead)
+                held[overhead_port[s]] = true;
         for (size_t p = 0; p < num_ports; ++p) {
             const double most = saved[p] > EMPTY && !held[p] ? AT_ONCE : port_rate[p];
             if (most != capacity[p])
@@ -311,7 +312,7 @@ struct EventLoop {
     // Bytes that a stream sends until its next event.
     double until_event(int64_t s) const {
         const Stream &flowing = streams[s];
-        if (!flowing.holds && flowing.released < flowing.started) {
+        if (!flowing.in_overhead && flowing.released < flowing.started) {
             const double until_release = flowing.unreleased_bytes - buffer[s];
             if (0 < until_release && until_release < flowing.remaining)
                 return until_release;
@@ -324,9 +325,9 @@ struct EventLoop {
         ahead_work = work;
         for (const int64_t s : active) {
             const Stream &flowing = streams[s];
-            if (flowing.holds)
-                ahead_work[hold_port[s]] += flowing.remaining;
-            const double rest = flowing.holds ? nbytes[of_stream[s][flowing.first]] : flowing.remaining;
+            if (flowing.in_overhead)
+                ahead_work[overhead_port[s]] += flowing.remaining;
+            const double rest = flowing.in_overhead ? nbytes[of_stream[s][flowing.first]] : flowing.remaining;
             for (int64_t i = port_at[s]; i < port_at[s + 1]; ++i)
                 ahead_work[port[i]] += rest;
         }
@@ -375,7 +376,7 @@ struct EventLoop {
                     ended.push_back(s);
                 else
                     flowing.remaining -= flowing.rate * step;
-                if (!flowing.holds) {
+                if (!flowing.in_overhead) {
                     const bool fits = (flowing.unreleased_bytes - buffer[s]) / flowing.rate <= limit;
                     flowing.unreleased_bytes -= flowing.rate * step;
                     if (fits) // no extra event for a rounding error: its step would be too short to advance the clock

@@ -41,14 +41,14 @@ void check_ends(const Ints &ends, size_t rows, size_t total, const char *name) {
 
 // Checks all indices of messages, streams and ports.
 void check_network(const Ints &queue, const Ints &stream, const Ints &receiver, const Ints &after_at, const Ints &after,
-                   const Ints &port_at, const Ints &port, const Ints &hold_port, size_t num_ports) {
-    const size_t n = queue.shape(0), num_streams = hold_port.shape(0);
+                   const Ints &port_at, const Ints &port, const Ints &overhead_port, size_t num_ports) {
+    const size_t n = queue.shape(0), num_streams = overhead_port.shape(0);
     check_range(queue, n, "queue", n);
     check_range(receiver, n, "receiver", n);
     check_range(stream, n, "stream", num_streams);
     check_range(after, after.shape(0), "after", n);
     check_range(port, port.shape(0), "port", num_ports);
-    check_range(hold_port, num_streams, "hold_port", num_ports);
+    check_range(overhead_port, num_streams, "overhead_port", num_ports);
     check_ends(after_at, n, after.shape(0), "after_at");
     check_ends(port_at, num_streams, port.shape(0), "port_at");
 }
@@ -71,20 +71,20 @@ Rows group_by_key(const int64_t *keys, size_t count) {
 
 // The outcome as a number for Python.
 int flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats nbytes, Ints after_at, Ints after,
-          Ints port_at, Ints port, Ints hold_port, Floats hold_work, Floats buffer, Floats rate, Floats burst,
+          Ints port_at, Ints port, Ints overhead_port, Floats overhead_bytes, Floats buffer, Floats rate, Floats burst,
           Times start, Times finish, double cutoff, int64_t most_operations) {
-    const size_t n = queue.shape(0), num_streams = hold_port.shape(0), num_ports = rate.shape(0);
-    check_network(queue, stream, receiver, after_at, after, port_at, port, hold_port, num_ports);
+    const size_t n = queue.shape(0), num_streams = overhead_port.shape(0), num_ports = rate.shape(0);
+    check_network(queue, stream, receiver, after_at, after, port_at, port, overhead_port, num_ports);
     if (window.shape(0) != n || ahead.shape(0) != n || nbytes.shape(0) != n || start.shape(0) != n ||
-        finish.shape(0) != n || hold_work.shape(0) != n || burst.shape(0) != num_ports ||
+        finish.shape(0) != n || overhead_bytes.shape(0) != n || burst.shape(0) != num_ports ||
         buffer.shape(0) != num_streams)
         throw std::invalid_argument("flow: arrays differ in size");
     nb::gil_scoped_release release;
     EventLoop loop;
     loop.queue = queue.data(), loop.stream = stream.data(), loop.receiver = receiver.data();
     loop.window = window.data(), loop.ahead = ahead.data(), loop.nbytes = nbytes.data();
-    loop.port_at = port_at.data(), loop.port = port.data(), loop.hold_port = hold_port.data();
-    loop.hold_work = hold_work.data(), loop.buffer = buffer.data();
+    loop.port_at = port_at.data(), loop.port = port.data(), loop.overhead_port = overhead_port.data();
+    loop.overhead_bytes = overhead_bytes.data(), loop.buffer = buffer.data();
     loop.port_rate = rate.data(), loop.num_ports = num_ports, loop.burst = burst.data();
     loop.sharing.price.assign(num_ports, 0), loop.sharing.joint = true;
     loop.capacity.assign(rate.data(), rate.data() + num_ports);
@@ -115,7 +115,7 @@ int flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats
                 throw std::invalid_argument("flow: messages of one stream are in several queues");
     for (size_t i = 0; i < n; ++i) {
         const int64_t s = loop.stream[i];
-        loop.work[loop.hold_port[s]] += loop.hold_work[i];
+        loop.work[loop.overhead_port[s]] += loop.overhead_bytes[i];
         for (int64_t j = loop.port_at[s]; j < loop.port_at[s + 1]; ++j)
             loop.work[loop.port[j]] += loop.nbytes[i];
     }
@@ -167,7 +167,7 @@ class Ends {
 // of the bytes at its own rate. Copies within a rank take no time. Row r of `ports` has the ports of rank r: out of it
 // and into it inside its host, out of and into its NIC, its pod's uplink in both directions, -1 without pods, and what
 // all ranks of its host share inside it, -1 without a limit.
-double flow_in_turn(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints after_at, Ints after, Floats hold,
+double flow_serially(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints after_at, Ints after, Floats delay,
                     Ints host_of, Table ports, Floats rate, Ints ahead, double latency_across, double latency_inside) {
     constexpr int OUT = 0, IN = 1, EGRESS = 2, INGRESS = 3, UP = 4, DOWN = 5, SHARED = 6, COLUMNS = 7;
     const size_t n = sender.shape(0), ranks = host_of.shape(0);
@@ -175,12 +175,12 @@ double flow_in_turn(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints a
     check_range(receiver, n, "receiver", ranks);
     check_range(after, after.shape(0), "after", n);
     check_ends(after_at, n, after.shape(0), "after_at");
-    if (window.shape(0) != n || nbytes.shape(0) != n || (hold.shape(0) != n && hold.shape(0)) || !ahead.shape(0) ||
+    if (window.shape(0) != n || nbytes.shape(0) != n || (delay.shape(0) != n && delay.shape(0)) || !ahead.shape(0) ||
         ports.shape(0) != ranks || ports.shape(1) != COLUMNS)
-        throw std::invalid_argument("flow_in_turn: arrays differ in size");
+        throw std::invalid_argument("flow_serially: arrays differ in size");
     for (size_t i = 0; i < COLUMNS * ranks; ++i)
         if (ports.data()[i] < (i % COLUMNS < UP ? 0 : -1) || ports.data()[i] >= static_cast<int64_t>(rate.shape(0)))
-            throw std::out_of_range("flow_in_turn: ports holds an index that does not exist");
+            throw std::out_of_range("flow_serially: ports holds an index that does not exist");
     nb::gil_scoped_release release;
     Interruption interruption;
     const auto inside = [&](size_t i) { return host_of(sender(i)) == host_of(receiver(i)); };
@@ -204,7 +204,7 @@ double flow_in_turn(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints a
         double begin = 0;
         for (int64_t at = after_at(i); at < after_at(i + 1); ++at) {
             if (after(at) >= static_cast<int64_t>(i))
-                throw std::out_of_range("flow_in_turn: a message comes after a later one");
+                throw std::out_of_range("flow_serially: a message comes after a later one");
             begin = std::max(begin, arrived[after(at)]);
         }
         const bool is_inside = inside(i);
@@ -221,10 +221,11 @@ double flow_in_turn(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints a
             begin = std::max(begin, free_at[path[p]]);
             slowest = std::min(slowest, rate(path[p]));
         }
-        const double held = begin + (is_inside ? latency_inside : latency_across) + (hold.shape(0) ? hold(i) : 0);
-        const double bytes = static_cast<double>(nbytes(i)), end = held + bytes / slowest;
+        const double latency = is_inside ? latency_inside : latency_across;
+        const double free_from = begin + latency + (delay.shape(0) ? delay(i) : 0);
+        const double bytes = static_cast<double>(nbytes(i)), end = free_from + bytes / slowest;
         for (int p = 0; p < length; ++p)
-            free_at[path[p]] = held + bytes / rate(path[p]);
+            free_at[path[p]] = free_from + bytes / rate(path[p]);
         sent.add(queue, end);
         arrived[i] = received.add(to, end);
         last = std::max(last, end);
@@ -237,14 +238,14 @@ double flow_in_turn(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints a
 void bind_fluid(nb::module_ &m) {
     m.def("flow", &flow, nb::arg("queue"), nb::arg("stream"), nb::arg("receiver"), nb::arg("window"),
           nb::arg("ahead"), nb::arg("nbytes"), nb::arg("after_at"), nb::arg("after"), nb::arg("port_at"),
-          nb::arg("port"), nb::arg("hold_port"), nb::arg("hold_work"), nb::arg("buffer"), nb::arg("rate"),
+          nb::arg("port"), nb::arg("overhead_port"), nb::arg("overhead_bytes"), nb::arg("buffer"), nb::arg("rate"),
           nb::arg("burst"), nb::arg("start"), nb::arg("finish"),
           nb::arg("cutoff") = std::numeric_limits<double>::infinity(),
           nb::arg("most_operations") = std::numeric_limits<int64_t>::max(),
           "Write start and finish, in seconds, of all messages, and return 0. Return 1 if the last one would finish "
           "after the cutoff, 2 if the simulation takes more operations, of a few nanoseconds each.");
-    m.def("flow_in_turn", &flow_in_turn, nb::arg("sender"), nb::arg("receiver"), nb::arg("nbytes"), nb::arg("window"),
-          nb::arg("after_at"), nb::arg("after"), nb::arg("hold"), nb::arg("host_of"), nb::arg("ports"),
+    m.def("flow_serially", &flow_serially, nb::arg("sender"), nb::arg("receiver"), nb::arg("nbytes"), nb::arg("window"),
+          nb::arg("after_at"), nb::arg("after"), nb::arg("delay"), nb::arg("host_of"), nb::arg("ports"),
           nb::arg("rate"), nb::arg("ahead"), nb::arg("latency_across"), nb::arg("latency_inside"),
           "Return the end of the last message, in seconds, if ports pass one message at a time, in order.");
 }

@@ -21,7 +21,7 @@ struct Stream {
     double unreleased_bytes = 0; // left to send, up to the end of the next message to be released
     double remaining = 0, rate = 0; // bytes left in the phase of the first message
     Path path{nullptr, nullptr}; // ports of this phase, none if no message flows
-    bool holds = false; // whether the first message is in its latency phase
+    bool in_overhead = false; // whether the first message still occupies its sender's port before its bytes
     bool is_found = false; // scratch of find_component()
     bool is_idle() const { return first == started; }
 };

@@ -29,20 +29,20 @@ class Network:
     * It is fewer than ``ahead`` messages after the first unfinished message to its receiver.
 
     Messages of one stream flow one at a time. The flowing messages of all streams share their ports by proportional
-    fairness (see ``native/fluid/proportional_fairness.h``). A message first occupies the ``hold_port`` of its stream,
-    for the time that ``hold_work`` bytes take there; then its own bytes pass all ports of the stream. For the window of
-    its queue, a message is already finished once its unsent bytes, and those before it in its stream, fit in
-    ``buffer``.
+    fairness (see ``native/fluid/proportional_fairness.h``). A message first occupies the ``overhead_port`` of its
+    stream, for the time that ``overhead_bytes`` bytes take there. Then its own bytes pass all ports of the stream. For
+    the window of its queue, a message is already finished once its unsent bytes, and those before it in its stream, fit
+    in ``buffer``.
 
     A port is a token bucket, full at the start: it saves up to ``burst`` bytes of unused capacity, which later pass at
     once.
 
     Attributes:
         queue, stream, receiver, window, ahead: ``(messages,)``.
-        nbytes, hold_work: ``(messages,)`` float64.
+        nbytes, overhead_bytes: ``(messages,)`` float64.
         after_at, after: message i starts after messages ``after[after_at[i]:after_at[i + 1]]``, all smaller than i.
         port_at, port: stream s passes ports ``port[port_at[s]:port_at[s + 1]]``, one or more.
-        hold_port, buffer: ``(streams,)``; buffer is float64, in bytes.
+        overhead_port, buffer: ``(streams,)``; buffer is float64, in bytes.
         rate, burst: ``(ports,)`` float64, in bytes per second and in bytes.
     """
 
@@ -56,8 +56,8 @@ class Network:
     after: np.ndarray
     port_at: np.ndarray
     port: np.ndarray
-    hold_port: np.ndarray
-    hold_work: np.ndarray
+    overhead_port: np.ndarray
+    overhead_bytes: np.ndarray
     buffer: np.ndarray
     rate: np.ndarray
     burst: np.ndarray

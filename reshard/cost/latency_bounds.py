@@ -88,7 +88,7 @@ class _Problem:
         pods: the same of pods; None without pods.
         rates: the total rates of each host, by the NICs that its ranks use.
         num_nics: the number of these NICs.
-        hold_bytes: bytes that the slowest of these NICs could send during one latency.
+        overhead_bytes: bytes that the slowest of these NICs could send during one latency.
         latency: latency between hosts, in seconds.
         pod_ports: the uplinks of pods.
     """
@@ -97,7 +97,7 @@ class _Problem:
     pods: Demand | None
     rates: Mapping[int, Rates]
     num_nics: Mapping[int, int]
-    hold_bytes: Mapping[int, float]
+    overhead_bytes: Mapping[int, float]
     latency: float
     pod_ports: Sequence[Port]
 
@@ -130,7 +130,7 @@ class _Problem:
             seconds = max(seconds, _arrival_or_share(_bytes_of(self.pods), dict(enumerate(self.pod_ports))))
         total = sum(nbytes * len(destinations) for (_, destinations), (nbytes, _) in self.demand.items())
         receivers = len({host for _, destinations in self.demand for host in destinations})
-        work = total + receivers * min(self.hold_bytes.values())
+        work = total + receivers * min(self.overhead_bytes.values())
         return max(self.latency + seconds, work / sum(rates.egress_bytes_per_second for rates in self.rates.values()))
 
     def seconds_of_rounds(self) -> float:
@@ -165,12 +165,12 @@ class _Problem:
 
     def seconds_of_unit_tasks(self) -> float:
         """As the bound of bytes, where each unit task that passes a port also takes one latency there."""
-        hold = min(self.hold_bytes.values())
-        work = {key: nbytes + count * hold for key, (nbytes, count) in self.demand.items()}
+        overhead = min(self.overhead_bytes.values())
+        work = {key: nbytes + count * overhead for key, (nbytes, count) in self.demand.items()}
         egress = {host: rates.egress_bytes_per_second for host, rates in self.rates.items()}
         total = sum(size * len(destinations) for (_, destinations), size in work.items())
         held = {
-            key: nbytes + count * min(self.hold_bytes[host] for host in key[0])
+            key: nbytes + count * min(self.overhead_bytes[host] for host in key[0])
             for key, (nbytes, count) in self.demand.items()
         }
         bounds = [_share(held, egress), total / sum(egress.values())]
@@ -197,7 +197,9 @@ class _Exchange:
     Attributes:
         out, into: mean seconds of bytes of the sending and of the receiving hosts.
         num_senders, num_receivers: how many they are.
-        part, hold, count: ``(kinds,)`` bytes of a part, seconds that a message holds its sender's port, how many parts.
+        part: ``(kinds,)`` bytes of a part.
+        overhead_seconds: ``(kinds,)`` time that a message occupies its sender's port before its bytes.
+        count: ``(kinds,)`` number of parts.
         relay_out, relay_into: ``(hosts,)`` seconds for each byte that a host relays, at the ports that count.
         latency: latency between hosts, in seconds.
     """
@@ -207,7 +209,7 @@ class _Exchange:
     num_senders: int
     num_receivers: int
     part: np.ndarray
-    hold: np.ndarray
+    overhead_seconds: np.ndarray
     count: np.ndarray
     relay_out: np.ndarray
     relay_into: np.ndarray
@@ -228,7 +230,7 @@ class _Exchange:
             for host in destinations
         )
         parts = Counter(
-            (nbytes, problem.hold_bytes[holders[0]] / rates[holders[0]].egress_bytes_per_second)
+            (nbytes, problem.overhead_bytes[holders[0]] / rates[holders[0]].egress_bytes_per_second)
             for (holders, destinations), (nbytes, _) in demand.items()
             if len(holders) == 1 and len(destinations) == 1
         )
@@ -238,7 +240,7 @@ class _Exchange:
             len(senders),
             len(receivers),
             np.array([part for part, _ in parts], dtype=np.float64),
-            np.array([hold for _, hold in parts], dtype=np.float64),
+            np.array([overhead for _, overhead in parts], dtype=np.float64),
             np.array(list(parts.values()), dtype=np.float64),
             np.array([(host in senders) / rates[host].egress_bytes_per_second for host in rates]),
             np.array([(host in receivers) / rates[host].ingress_bytes_per_second for host in rates]),
@@ -265,7 +267,7 @@ class _Exchange:
             len(senders),
             len(receivers),
             parts,
-            np.full(len(parts), loads.hold[first]),
+            np.full(len(parts), loads.overhead_seconds[first]),
             np.full(len(parts), float(len(senders))),
             egress,
             ingress,
@@ -276,16 +278,17 @@ class _Exchange:
         """Weights of senders from 0 to 1: evenly spaced ones, and those where a part costs as much either way."""
         shares = set(np.linspace(0.0, 1.0, 17).tolist())
         slowest = float(self.relay_into.max())
-        for part, hold in zip(self.part[:_MAX_WEIGHTS].tolist(), self.hold[:_MAX_WEIGHTS].tolist(), strict=True):
+        heaviest = (array[:_MAX_WEIGHTS].tolist() for array in (self.part, self.overhead_seconds))
+        for part, overhead in zip(*heaviest, strict=True):
             relayed = part * slowest / self.num_receivers
-            shares.add(relayed / (relayed + hold / self.num_senders))
+            shares.add(relayed / (relayed + overhead / self.num_senders))
         return sorted(shares)
 
     def seconds(self, weight: float) -> float:
         """The bound by the mean load of senders, times ``weight``, plus that of receivers, times the rest."""
         of_sender, of_receiver = weight / self.num_senders, (1.0 - weight) / self.num_receivers
         relayed = float((of_sender * self.relay_out + of_receiver * self.relay_into).min())
-        extra = np.minimum(of_sender * self.hold, self.part * relayed) @ self.count
+        extra = np.minimum(of_sender * self.overhead_seconds, self.part * relayed) @ self.count
         return weight * self.out + (1.0 - weight) * (self.into + self.latency) + float(extra)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.cost.fluid import TooMuchWork
-from reshard.cost.in_turn import seconds_in_turn
+from reshard.cost.serial_ports import serial_seconds
 from reshard.cost.simulator import Timeline, simulate_until
 from reshard.plan import Plan, RotationPlan
 
@@ -64,7 +64,7 @@ def predict_timeline(plan: Plan, cutoff: float = math.inf) -> tuple[Makespan, Ti
         except TooMuchWork:
             pass
     moves = bool((plan.transfers.sender != plan.transfers.receiver).any())
-    seconds = seconds_in_turn(plan) * (1.0 if is_ordered else _UNORDERED)
+    seconds = serial_seconds(plan) * (1.0 if is_ordered else _UNORDERED)
     return Makespan(plan.topology.start_seconds * moves + seconds, True), None
 
 
@@ -82,7 +82,7 @@ def _seconds_of_rotation(plan: RotationPlan) -> float:
         inside = np.maximum(inside, loads.inside_total / topology.inside_total_bytes_per_second)
     leaving, arrival = loads.seconds_one_by_one(), topology.latency_seconds + loads.seconds_in().max()
     if plan.has_lanes:
-        waits = (loads.messages * loads.hold).max(), loads.entries * topology.latency_seconds / 2
+        waits = (loads.messages * loads.overhead_seconds).max(), loads.entries * topology.latency_seconds / 2
         arrival = _IN_LANES * (arrival + max(waits))
     passing = 0.0
     for spec, exchange in zip(plan.tensors, plan.exchanges, strict=True):

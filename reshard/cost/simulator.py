@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from reshard.cost.fluid import UNLIMITED, Network, flow_until
-from reshard.cost.in_turn import UNLIMITED_RATE
+from reshard.cost.serial_ports import UNLIMITED_RATE
 from reshard.errors import PlanError, TopologyError
 from reshard.plan import MessageTable, Plan, find_turns, recvs_ahead, tabulate_messages
 from reshard.ragged import number_values, ranges
@@ -55,9 +55,9 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
     * Buffers: a message leaves its sender's window once all but ``send_buffer_bytes`` of it are sent.
     * Bursts: NICs and uplinks are token buckets of ``burst_bytes``, full at the start. They save unused capacity while
       idle, and pass it at once later.
-    * Latency: a message first holds its sender's port for the latency, then its bytes flow. If it may enter its host
-      only after another rank's message has ended, it holds the port for another ``turn_seconds``, in which its sender
-      learns of that end.
+    * Latency: a message first occupies its sender's port for the latency, then its bytes flow. If it may enter its host
+      only after another rank's message has ended, it occupies the port for another ``turn_seconds``, in which its
+      sender learns of that end.
     * Start: nothing flows before ``start_seconds``.
 
     Args:
@@ -126,11 +126,11 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
     after = row_of[messages.after[ranges(messages.after_at[moves], num_after)]]
     later = np.repeat(np.arange(len(moves)), num_after)[after >= 0]  # copies take no time
     ports = _Ports.of(topology, pairs // len(host), pairs % len(host))
-    hold = np.where(inside, topology.inside_latency_seconds, topology.latency_seconds)
+    overhead_seconds = np.where(inside, topology.inside_latency_seconds, topology.latency_seconds)
     if topology.turn_seconds:
         takes_turn = find_turns(plan)[messages.transfer[moves]] & (messages.chunk[moves] == 0)
-        hold = hold + np.where(takes_turn, topology.turn_seconds, 0.0)
-    hold_port = ports.port[ports.port_at[:-1]]
+        overhead_seconds = overhead_seconds + np.where(takes_turn, topology.turn_seconds, 0.0)
+    overhead_port = ports.port[ports.port_at[:-1]]
     return Network(
         queue=queue,
         stream=stream,
@@ -142,8 +142,8 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
         ahead=_find_ahead(messages.window[moves]),
         port_at=ports.port_at,
         port=ports.port,
-        hold_port=hold_port,
-        hold_work=hold * ports.rate[hold_port[stream]],
+        overhead_port=overhead_port,
+        overhead_bytes=overhead_seconds * ports.rate[overhead_port[stream]],
         buffer=np.full(len(pairs), float(topology.send_buffer_bytes)),
         rate=ports.rate,
         burst=np.where(ports.are_inside, 0.0, float(topology.burst_bytes)),

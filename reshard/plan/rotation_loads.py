@@ -26,8 +26,8 @@ class RotationLoads:
         inside_bytes: bytes of these.
         inside_total: bytes that all its ranks pass on inside it.
         egress, ingress: bytes per second of the NICs that its ranks use.
-        hold: seconds that a message keeps its sender's NICs busy, as a share of all NICs of the host.
-        hold_bytes: the least bytes that a NIC of any host could send during one latency.
+        overhead_seconds: time that a message keeps its sender's NICs busy, as a share of all NICs of the host.
+        overhead_bytes: the bytes that the slowest NIC of any host could send during one latency.
         passes: bytes per second of the NICs of a host if each sends to one that receives.
         entries: messages that a rank receives from other hosts.
     """
@@ -42,8 +42,8 @@ class RotationLoads:
     inside_total: np.ndarray
     egress: np.ndarray
     ingress: np.ndarray
-    hold: np.ndarray
-    hold_bytes: float
+    overhead_seconds: np.ndarray
+    overhead_bytes: float
     passes: np.ndarray
     entries: float
 
@@ -53,19 +53,19 @@ class RotationLoads:
         count = topology.num_hosts
         out, into, held, messages, held_messages = (np.zeros(count) for _ in range(5))
         inside, inside_bytes, inside_total = (np.zeros(count) for _ in range(3))
-        egress, ingress, hold = np.ones(count), np.ones(count), np.zeros(count)
+        egress, ingress, overhead_seconds = np.ones(count), np.ones(count), np.zeros(count)
         used = used_nics(tensors, topology)
         for host, nics in used.items():
             egress[host], ingress[host] = Rates.of(nics)
             slowest = min(nic.egress_bytes_per_second for nic in nics)
-            hold[host] = topology.latency_seconds * slowest / egress[host]
+            overhead_seconds[host] = topology.latency_seconds * slowest / egress[host]
         ports = [port for nics in used.values() for port in nics]
         receiving = int(np.flatnonzero(exchanges[0].dst_number >= 0)[0])
         limit = min(port.ingress_bytes_per_second for port in used[receiving])
         passes = np.ones(count)
         for host, nics in used.items():
             passes[host] = sum(min(port.egress_bytes_per_second, limit) for port in nics)
-        hold_bytes = topology.latency_seconds * min(port.egress_bytes_per_second for port in ports)
+        overhead_bytes = topology.latency_seconds * min(port.egress_bytes_per_second for port in ports)
         entries = 0.0
         for spec, exchange in zip(tensors, exchanges, strict=True):
             nbytes, (_, copies, ranks) = math.prod(spec.shape) * spec.itemsize, exchange.groups.shape
@@ -92,8 +92,8 @@ class RotationLoads:
             inside_total,
             egress,
             ingress,
-            hold,
-            hold_bytes,
+            overhead_seconds,
+            overhead_bytes,
             passes,
             entries,
         )
@@ -111,10 +111,10 @@ class RotationLoads:
 
         A message passes both its ports at the rate of the slower one.
         """
-        return float((self.out / self.passes + self.messages * self.hold).max())
+        return float((self.out / self.passes + self.messages * self.overhead_seconds).max())
 
     def unmerged_seconds(self) -> float:
         """The least time of all messages between hosts, if each carries one region, and receivers may pass them on."""
-        alone = self.seconds_held() + self.held_messages * self.hold
-        together = (self.out + self.messages * self.hold_bytes).sum()
+        alone = self.seconds_held() + self.held_messages * self.overhead_seconds
+        together = (self.out + self.messages * self.overhead_bytes).sum()
         return float(max(alone.max(), together / self.egress[(self.out > 0) | (self.into > 0)].sum()))

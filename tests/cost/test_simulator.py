@@ -226,7 +226,7 @@ def test_native_refuses_indices_out_of_range():
     plan = make_plan(src, dst, (8,), "int8")
     messages = tabulate_messages(plan)
     network = network_of(plan, messages, np.arange(len(messages)), Topology((0, 1, 2, 3)))
-    for name in ("queue", "stream", "receiver", "port", "hold_port"):
+    for name in ("queue", "stream", "receiver", "port", "overhead_port"):
         wrong = getattr(network, name).copy()
         wrong[0] = 10**6
         with pytest.raises(IndexError, match=name):

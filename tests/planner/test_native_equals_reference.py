@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reshard import _native
-from reshard.cost.in_turn import seconds_in_turn
+from reshard.cost.serial_ports import serial_seconds
 from reshard.planner import STRATEGIES, plan_tensors
 from reshard.planner.multicast.classes import Classes, group_rows
 from reshard.planner.multicast.native_schedule import make_schedule
@@ -25,8 +25,8 @@ from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology import MAX_NICS, Topology
 from tests.reference.circulant_broadcast import send_in_circles
 from tests.reference.exchange import direct_loads_python, number_rows_python, rotate_python
-from tests.reference.in_turn import seconds_in_turn_python
 from tests.reference.schedule import schedule_python
+from tests.reference.serial_ports import serial_seconds_python
 from tests.reference.trees import grow_python
 from tests.support.random_problems import random_problem
 
@@ -154,15 +154,15 @@ def test_native_and_reference_loads_and_rows_are_equal(seed):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_native_and_reference_times_in_turn_are_equal(seed):
+def test_native_and_reference_serial_times_are_equal(seed):
     chance = random.Random(seed)
     src, dst, shape, topology = random_problem(seed)
     topology = replace(topology, turn_seconds=chance.choice((0.0, 1e-4)))
     topology = replace(topology, inside_total_bytes_per_second=(None, 2e9, 3e8)[seed % 3])
     spec = TensorSpec(shape, "float32", src, dst)
     plan = plan_tensors([spec], topology=topology, strategy=chance.choice(list(STRATEGIES)), staging_bytes=2**16)
-    seconds = seconds_in_turn(plan)
-    assert seconds == seconds_in_turn_python(plan)
+    seconds = serial_seconds(plan)
+    assert seconds == serial_seconds_python(plan)
     assert (seconds > 0) == bool((plan.transfers.sender != plan.transfers.receiver).any())
 
 

@@ -35,7 +35,7 @@ class _Stream:
         self.in_flight: deque[int] = deque()
         self.num_released = 0  # messages in flight that no longer count for the window of their queue
         self.unreleased_bytes = 0.0  # bytes to send up to the end of the first unreleased message
-        self.holds = False  # whether the oldest message is in its latency phase
+        self.in_overhead = False  # whether the oldest message still occupies its port before its bytes
         self.remaining = 0.0  # work left in the phase of the oldest message
         self.rate = 0.0
 
@@ -48,7 +48,7 @@ class _Flow:
         count = len(n.queue)
         self.queue, self.stream, self.receiver = n.queue.tolist(), n.stream.tolist(), n.receiver.tolist()
         self.window, self.ahead, self.nbytes = n.window.tolist(), n.ahead.tolist(), n.nbytes.tolist()
-        self.hold_port, self.hold_work = n.hold_port.tolist(), n.hold_work.tolist()
+        self.overhead_port, self.overhead_bytes = n.overhead_port.tolist(), n.overhead_bytes.tolist()
         self.buffer, self.port_rate = n.buffer.tolist(), n.rate.tolist()
         self.burst = n.burst.tolist()
         self.saved = n.burst.tolist()  # bytes in the token bucket of each port
@@ -105,7 +105,7 @@ class _Flow:
                     ended.append(s)
                 else:
                     stream.remaining -= stream.rate * step
-                if not stream.holds:
+                if not stream.in_overhead:
                     fits = (stream.unreleased_bytes - self.buffer[s]) / stream.rate <= limit
                     stream.unreleased_bytes -= stream.rate * step
                     if fits:
@@ -125,7 +125,7 @@ class _Flow:
     def until_event(self, s: int) -> float:
         """Work that a stream does until one of its messages ends a phase or is released."""
         stream = self.streams[s]
-        if not stream.holds and stream.num_released < len(stream.in_flight):
+        if not stream.in_overhead and stream.num_released < len(stream.in_flight):
             until_release = stream.unreleased_bytes - self.buffer[s]
             if 0 < until_release < stream.remaining:
                 return until_release
@@ -177,7 +177,7 @@ class _Flow:
         rest = 0.0
         for message in itertools.islice(stream.in_flight, 1, None):
             rest += self.nbytes[message]
-        return (self.nbytes[stream.in_flight[0]] if stream.holds else stream.remaining) + rest
+        return (self.nbytes[stream.in_flight[0]] if stream.in_overhead else stream.remaining) + rest
 
     def release(self, s: int) -> int | None:
         """Release messages whose unsent bytes fit the send buffer; return their queue, or None without any."""
@@ -206,19 +206,19 @@ class _Flow:
         stream = self.streams[s]
         message = stream.in_flight[0]
         self.start[message] = self.now
-        holds = self.hold_work[message] > 0
-        if holds:
+        in_overhead = self.overhead_bytes[message] > 0
+        if in_overhead:
             self.changed = True
-        stream.holds = holds
-        stream.remaining = self.hold_work[message] if holds else self.nbytes[message]
+        stream.in_overhead = in_overhead
+        stream.remaining = self.overhead_bytes[message] if in_overhead else self.nbytes[message]
         self.set_path(s)
 
     def end_phase(self, s: int) -> None:
         """End the latency phase of the oldest message of a stream, or finish the message."""
         stream = self.streams[s]
         message = stream.in_flight[0]
-        if stream.holds:
-            stream.holds = False
+        if stream.in_overhead:
+            stream.in_overhead = False
             stream.remaining = self.nbytes[message]
             self.changed = True
             self.set_path(s)
@@ -257,14 +257,14 @@ class _Flow:
     def set_path(self, s: int) -> None:
         """Move a stream to the ports of its present phase."""
         stream = self.streams[s]
-        path = [] if not stream.in_flight else [self.hold_port[s]] if stream.holds else self.ports[s]
+        path = [] if not stream.in_flight else [self.overhead_port[s]] if stream.in_overhead else self.ports[s]
         if path is not self.path[s]:
             self.dirty.update(self.path[s], path)
             self.path[s] = path
 
     def share(self) -> None:
         """Set the rates of the streams in each component (streams connected by ports) that has a dirty port."""
-        held = {self.hold_port[s] for s in self.active if self.streams[s].holds}
+        held = {self.overhead_port[s] for s in self.active if self.streams[s].in_overhead}
         capacity = [
             _AT_ONCE if saved > _EMPTY and port not in held else rate  # bursts do not shorten latency phases
             for port, (saved, rate) in enumerate(zip(self.saved, self.port_rate, strict=True))

@@ -1,4 +1,4 @@
-"""Python reference for ``flow_in_turn`` of ``native/fluid/fluid.cpp``."""
+"""Python reference for ``flow_serially`` of ``native/fluid/fluid.cpp``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from reshard.plan import Plan, find_turns, recvs_ahead, tabulate_messages
 
 
-def seconds_in_turn_python(plan: Plan) -> float:
+def serial_seconds_python(plan: Plan) -> float:
     """The arrival of the last message, in seconds after the start, if each port passes one message at a time."""
     topology, messages = plan.topology, tabulate_messages(plan)
     turns = find_turns(plan)

@@ -1,4 +1,4 @@
-"""The time of a plan whose ports pass one message at a time, in the plan's order."""
+"""The time of a plan if every port is serial: it passes one message at a time, in the plan's order."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from reshard.topology import MAX_NICS, Topology
 UNLIMITED_RATE = 1e18
 
 
-def seconds_in_turn(plan: Plan) -> float:
+def serial_seconds(plan: Plan) -> float:
     """The arrival of the last message, in seconds after the start, if each port passes one message at a time.
 
     A message starts when its ports are free and the rules of :func:`reshard.simulate` allow it. Bursts and send buffers
     are left out. The work is proportional to the messages.
     """
     messages, topology = tabulate_messages(plan), plan.topology
-    hold = np.zeros(0)
+    delay = np.zeros(0)
     if topology.turn_seconds:
         takes_turn = find_turns(plan)[messages.transfer] & (messages.chunk == 0)
-        hold = np.where(takes_turn, topology.turn_seconds, 0.0)
+        delay = np.where(takes_turn, topology.turn_seconds, 0.0)
     ports, rate = _ports_of_ranks(topology)
-    return _native.flow_in_turn(
+    return _native.flow_serially(
         sender=messages.sender,
         receiver=messages.receiver,
         nbytes=messages.nbytes,
         window=messages.window,
         after_at=messages.after_at,
         after=messages.after,
-        hold=hold,
+        delay=delay,
         host_of=topology.host_by_rank,
         ports=ports,
         rate=rate,
