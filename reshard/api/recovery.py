@@ -33,7 +33,7 @@ from reshard.coordination import (
     gather_reports,
     rebuild_error,
 )
-from reshard.coordination.liveness.lost_ranks import ranks_lost_in_transfer
+from reshard.coordination.liveness.lost_ranks import ranks_lost_in_transfer_error
 from reshard.errors import RankLostError, ReshardError
 from reshard.formatting import format_ranks
 from reshard.plan import Plan
@@ -123,7 +123,7 @@ class Recovery:
         """The error whose ``recover()`` runs the current plan."""
         lost = sorted(self._lost)
         missing = sum(math.prod(spec.shape) * spec.itemsize * len(spec.dst.ranks) for spec in self._plan.tensors)
-        return ranks_lost_in_transfer(lost, self._plan.ranks, missing, self._plan, self._accept)
+        return ranks_lost_in_transfer_error(lost, self._plan.ranks, missing, self._plan, self._accept)
 
     def _accept(self) -> None:
         self._is_automatic = True

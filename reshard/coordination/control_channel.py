@@ -23,7 +23,7 @@ from typing import Any
 from reshard.coordination.groups.addresses import is_loopback, own_address
 from reshard.coordination.groups.messages import read_json
 from reshard.coordination.groups.store import Store
-from reshard.coordination.liveness.lost_ranks import hub_left
+from reshard.coordination.liveness.lost_ranks import hub_left_error
 from reshard.errors import ArgumentError, RemoteError
 from reshard.forks import close_in_child
 from reshard.formatting import format_ranks
@@ -364,7 +364,7 @@ class Spoke:
                 return cls(peer)
             except ConnectionRefusedError:  # final, since the hub listened before it published the address
                 advice = "; if it runs on another host, set GLOO_SOCKET_IFNAME there" if is_loopback(address) else ""
-                raise hub_left(hub, address, port, advice) from None
+                raise hub_left_error(hub, address, port, advice) from None
             except OSError as error:
                 if is_descriptor_shortage(error):
                     raise out_of_descriptors(rank, f"the rendezvous with rank {hub}") from None

@@ -337,7 +337,7 @@ class Dispatcher:
     def _post_tick(self, message: Message) -> None:
         while not self._team.is_closed:
             try:
-                self._team.post.post(self._address, message)
+                self._team.outbox.post(self._address, message)
                 return
             except dist.DistNetworkError:  # the store is lost, and the thread of the team says so
                 return
@@ -345,4 +345,4 @@ class Dispatcher:
                 continue
 
     def _post(self, member: Member, message: Message) -> None:
-        self._team.post.post(member.address(), message)
+        self._team.outbox.post(member.address(), message)

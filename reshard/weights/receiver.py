@@ -30,7 +30,7 @@ from reshard.weights.route import Route, RouteOptions
 #: What the first rank passes on to all ranks, so that they act in the same order.
 _RELAYED = ("receive", "verify", "serve", "ping", "refused", "dropped", "swap")
 #: A function that one thread runs for another one, and its result.
-Errand = tuple[Callable[[], None], Future[None]]
+DeferredCall = tuple[Callable[[], None], Future[None]]
 
 
 class Receiver:
@@ -66,7 +66,7 @@ class Receiver:
         self.swapped = -1
         self._given_up: tuple[int, ReshardError] | None = None
         self._changed = threading.Condition()
-        self._errand: Errand | None = None  # for the thread that waits in ``update``
+        self._deferred: DeferredCall | None = None  # for the thread that waits in ``update``
         self._route: tuple[str, Route] | None = None
         self._encoded: EncodedTransfers | None = None  # over the route
         self._pieces: list[Piece] = []
@@ -99,28 +99,28 @@ class Receiver:
         """
         deadline = time.monotonic() + seconds
         interrupt: BaseException | None = None
-        errand: Errand | None = None
+        call: DeferredCall | None = None
         with self._changed:
             self._num_waiting += 1
             self._changed.notify_all()
             try:
                 while True:
                     self._changed.wait_for(
-                        lambda: self._has_ended(attempt) or self._errand is not None,
+                        lambda: self._has_ended(attempt) or self._deferred is not None,
                         max(0.0, deadline - time.monotonic()),
                     )
-                    errand, self._errand = self._errand, None
-                    if errand is None:
+                    call, self._deferred = self._deferred, None
+                    if call is None:
                         break
                     self._changed.release()
                     try:
-                        interrupt = _run(*errand) or interrupt
+                        interrupt = _run(*call) or interrupt
                     finally:
                         self._changed.acquire()
                 self._changed.wait_for(lambda: not self._is_receiving or self._failure is not None)
             except BaseException as error:
-                if errand is not None:
-                    self._leave_errand(errand, error)
+                if call is not None:
+                    self._put_back(call, error)
                 raise
             finally:
                 self._num_waiting -= 1
@@ -132,13 +132,13 @@ class Receiver:
                     raise self._given_up[1]
             return self.swapped >= attempt
 
-    def _leave_errand(self, errand: Errand, error: BaseException) -> None:
-        """Put back an errand that an exception has kept this thread from doing; an errand that has begun has failed."""
-        future = errand[1]
+    def _put_back(self, call: DeferredCall, error: BaseException) -> None:
+        """Put back a call that an exception has kept this thread from making. A call that has begun has failed."""
+        future = call[1]
         if future.running():
             future.set_exception(RemoteError(f"{type(error).__name__} while it installed a version"))
         elif not future.done():
-            self._errand = errand
+            self._deferred = call
 
     def _has_ended(self, attempt: int) -> bool:
         is_given_up = self._given_up is not None and self._given_up[0] >= attempt
@@ -180,7 +180,7 @@ class Receiver:
             self._leader.act(message)
 
     def _ping(self, message: Message) -> None:
-        self._team.pong(message)
+        self._team.answer_ping(message)
 
     def _refused(self, message: Message) -> None:
         self.fail(rebuild_error(*message["failed"]))
@@ -379,7 +379,7 @@ class Receiver:
         """Run a function in the user's thread that waits in ``update``: loaders may depend on the state of a thread."""
         future: Future[None] = Future()
         with self._changed:
-            self._errand = function, future
+            self._deferred = function, future
             self._changed.notify_all()
         try:
             future.result(AGREE_SECONDS)
@@ -445,7 +445,7 @@ class _Leader:
         self._team.roster.set_held(self._team.id, complete)
         if "reply" in message:
             answer = {"kind": "held", "engine": self._team.id, "version": message["version"], "failed": failed}
-            self._team.post.post(message["reply"], answer)
+            self._team.outbox.post(message["reply"], answer)
         if complete is None and "reply" not in message:
             self._fetch()
             return
@@ -479,7 +479,7 @@ class _Leader:
             route = secrets.token_hex(8)
             message = {"version": latest.version, "trainer": latest.trainer, "holder": engine.id}
             message |= {"route": route, "engines": [self._team.id]}
-            self._team.post.post(engine.address(), {"kind": "serve", **message})
+            self._team.outbox.post(engine.address(), {"kind": "serve", **message})
             self.begin_receiving()
             self._team.post_to_all({"kind": "receive", "relayed": True, **message})
             return
@@ -487,4 +487,4 @@ class _Leader:
         if trainer is not None:
             rank = roster.first_living("trainer", trainer.id, range(trainer.manifest.size))
             if rank is not None:
-                self._team.post.post(trainer.address(rank), {"kind": "fetch", "engine": self._team.id})
+                self._team.outbox.post(trainer.address(rank), {"kind": "fetch", "engine": self._team.id})

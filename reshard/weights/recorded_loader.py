@@ -17,7 +17,7 @@ from reshard.weights.mapping.parts import Region
 from reshard.weights.mapping.rules import Drop, match_names
 from reshard.weights.mapping.strided import view_of_tensor
 from reshard.weights.model.holdings import Holding, ModelState, join_dim
-from reshard.weights.model.loader_trace import Copy, Fill, Place, Tensors, trace_loader
+from reshard.weights.model.loader_trace import Copy, Fill, ParameterRegion, Tensors, trace_loader
 from reshard.weights.model.manifest import Manifest, state_of_rank
 from reshard.weights.model.pieces import Side
 from reshard.weights.param_meta import read_metas
@@ -230,17 +230,17 @@ def _check_writes(steps: Sequence[Copy | Fill], tensors: Tensors, needed: set[st
         )
 
 
-def _regions_in(place: Place, tensor: torch.Tensor) -> list[Region]:
-    """The regions of a parameter that form a place, with the dims of the parameter in the order of its memory."""
+def _regions_in(region: ParameterRegion, tensor: torch.Tensor) -> list[Region]:
+    """The regions of a parameter that form one in memory, with the dims of the parameter in the order of its memory."""
     order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
     ordered = tensor.permute(order)
     if not ordered.is_contiguous():
-        raise ArgumentError(f"{place.name!r} has gaps in its memory, so its loader cannot be recorded")
-    return [part.region for part in view_of_tensor(place.name, ordered.shape, *_geometry_of(place)).parts]
+        raise ArgumentError(f"{region.name!r} has gaps in its memory, so its loader cannot be recorded")
+    return [part.region for part in view_of_tensor(region.name, ordered.shape, *_geometry_of(region)).parts]
 
 
-def _geometry_of(place: Place) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    return place.shape, place.strides, place.offset
+def _geometry_of(region: ParameterRegion) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return region.shape, region.strides, region.offset
 
 
 def _count_written(name: str, regions: Sequence[Region], is_copy: Sequence[bool]) -> int:

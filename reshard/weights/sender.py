@@ -66,7 +66,7 @@ class Sender:
         if kind == "send":
             self._send(message)
         elif kind == "ping":
-            self._team.pong(message)
+            self._team.answer_ping(message)
         elif kind == "done":
             self._end(message)
         elif kind in ("lead", "fetch") and self._dispatcher is None:
@@ -109,7 +109,7 @@ class Sender:
                 first = team.rank if first is None else first
                 if first != asked:
                     asked = first
-                    team.post.post(team.address(first), {"kind": "lead"})
+                    team.outbox.post(team.address(first), {"kind": "lead"})
             if asked < team.rank:
                 look_later()
 

@@ -120,7 +120,7 @@ class Subscriber:
             if self._team.is_leader:
                 self._team.roster.write_manifest("engine", self._team.id, manifest)
                 self._team.roster.enlist(self._team.id)  # versions that are published from now on are for this engine
-                self._team.post.post(self._team.address(0), {"kind": "fetch"})
+                self._team.outbox.post(self._team.address(0), {"kind": "fetch"})
 
     def _find_source(self, seconds: float) -> Manifest:
         """The manifest of the trainer, as soon as one publishes the name."""

@@ -14,13 +14,13 @@ from reshard.formatting import did_you_mean
 from .choosing import choose
 from .costs.layer_costs import StateBytes
 from .costs.problem import SearchProblem
+from .device_subsets import choose_part
 from .inputs.choices import Choice, ChoiceRules, GridShape
 from .inputs.cluster import Cluster
 from .inputs.layer_graph import LayerGraph
 from .inputs.layer_profile import LayerProfile
 from .methods.auto import Method
 from .methods.bounds import step_bound_of_any
-from .parts import choose_part
 from .plan_making import make_training_plan
 from .result.training_plan import TrainingPlan
 

@@ -20,9 +20,9 @@ from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import Cluster, LayerProfile, search
 from reshard.topology import Host, Port, Topology
 from tests.scheduler.autoparallel.random_searches import make_graph
+from tests.scheduler.autoparallel.test_device_subsets import check_parts
 from tests.scheduler.autoparallel.test_interleaving import check_interleaved
 from tests.scheduler.autoparallel.test_methods import check_joint
-from tests.scheduler.autoparallel.test_parts import check_parts
 
 GBIT = 1e9 / 8
 

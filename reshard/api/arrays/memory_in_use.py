@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from reshard.api.arrays.tensor_checks import DEVICE_TYPES, Place
+from reshard.api.arrays.tensor_checks import DEVICE_TYPES, MemoryExtent
 from reshard.errors import ArgumentError
 from reshard.forks import call_in_child
 from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
@@ -24,8 +24,8 @@ class _Use:
 
     owner: object  # transfers of one owner run one after another; None: this use may run at the same time as any
     is_over: Callable[[], bool]
-    read: list[Place]
-    written: list[Place]
+    read: list[MemoryExtent]
+    written: list[MemoryExtent]
 
 
 class Pending(Protocol):
@@ -49,7 +49,7 @@ def note_use(owner: object, is_over: Callable[[], bool], src: Sequence[Any], dst
         is_over: holds no array.
         src, dst: arrays, or the objects that cast or encode arrays on the way.
     """
-    _add(_Use(owner, is_over, _places(src), _places(dst)))
+    _add(_Use(owner, is_over, _extents(src), _extents(dst)))
 
 
 def note_wait(handle: Pending, src: Sequence[Any], dst: Sequence[Any]) -> None:
@@ -60,7 +60,7 @@ def note_wait(handle: Pending, src: Sequence[Any], dst: Sequence[Any]) -> None:
         waited = weak_handle()
         return waited is None or not waited._has_work()
 
-    read, written = _places(src), _places(dst)
+    read, written = _extents(src), _extents(dst)
     if read or written:
         _add(_Use(None, is_over, read, written))
 
@@ -90,19 +90,19 @@ def check_unused(
         for array, name in zip(arrays, names, strict=arrays is not bases):
             if array is None or array.device.type not in DEVICE_TYPES or not array.numel():
                 continue
-            place = Place(array)
+            extent = MemoryExtent(array)
             for use in uses:
                 for others, verb in ((use.written, "writes"), (use.read if what == "out" else [], "reads")):
-                    if any(place.may_overlap(other) for other in others) and not use.is_over():
+                    if any(extent.may_overlap(other) for other in others) and not use.is_over():
                         raise ArgumentError(
                             f"{what}{f' of {name!r}' if name else ''} lies in memory that an unfinished transfer "
                             f"{verb}: call wait() of its handle first"
                         )
 
 
-def _places(arrays: Sequence[Any]) -> list[Place]:
+def _extents(arrays: Sequence[Any]) -> list[MemoryExtent]:
     return [
-        Place(array)
+        MemoryExtent(array)
         for array in map(_memory_of, arrays)
         if isinstance(array, torch.Tensor) and array.device.type in DEVICE_TYPES and array.numel()
     ]

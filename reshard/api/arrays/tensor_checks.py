@@ -173,7 +173,7 @@ def check_no_aliasing(
     for out in outs:
         active = [other for other in active if other[1] > out[0]]
         for other in active:
-            if Place(other[2]).may_overlap(Place(out[2])):
+            if MemoryExtent(other[2]).may_overlap(MemoryExtent(out[2])):
                 raise ArgumentError(
                     f"{other[3]} and {out[3]} share memory, as tied tensors do; move one of them, or pass separate "
                     "memory for each"
@@ -181,7 +181,7 @@ def check_no_aliasing(
         active.append(out)
 
 
-class Place:
+class MemoryExtent:
     """The memory of an array, without a reference to it. NumPy reads the address and strides, never the elements."""
 
     def __init__(self, array: torch.Tensor) -> None:
@@ -199,7 +199,7 @@ class Place:
             "version": 3,
         }
 
-    def may_overlap(self, other: Place) -> bool:
+    def may_overlap(self, other: MemoryExtent) -> bool:
         """Whether two arrays share a byte; also True if NumPy reaches its work limit before it knows."""
         if self.stop <= other.start or other.stop <= self.start:
             return False

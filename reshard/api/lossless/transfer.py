@@ -25,7 +25,7 @@ from reshard.coordination import (
     gather_reports,
     rebuild_error,
 )
-from reshard.coordination.liveness.lost_ranks import ranks_lost_with_regions
+from reshard.coordination.liveness.lost_ranks import ranks_lost_with_regions_error
 from reshard.errors import ArgumentError, DisagreementError, RankLostError, ReshardError, VerificationError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan import Plan
@@ -224,7 +224,7 @@ class LosslessTransfer:
         """The error that no surviving rank holds some buckets, which the ranks in ``needed`` lack."""
         lost, ranks = sorted(self.lost), sorted(needed)
         names = sorted({repr(region.tensor) for bucket in gone for region in bucket.regions if region.tensor})
-        return ranks_lost_with_regions(lost, names, ranks, self._kept)
+        return ranks_lost_with_regions_error(lost, names, ranks, self._kept)
 
     def explain(self, error: ReshardError) -> ReshardError:
         """The error of a failed recovery, with names of tensors in place of buckets, and what every out holds."""

@@ -61,7 +61,7 @@ def hub_lost_error(hub: int, own_rank: int, error: object, *, is_gone: bool) -> 
     return RemoteError(f"rank {own_rank} lost its connection to rank {hub}: {error}")
 
 
-def hub_left(hub: int, address: str, port: int, advice: str) -> RemoteError:
+def hub_left_error(hub: int, address: str, port: int, advice: str) -> RemoteError:
     """The rank that decides a round, if nothing listens at its address any more."""
     return RemoteError(
         f"rank {hub} has left: nothing listens at {address} port {port} any more, so its process has ended or its "
@@ -81,12 +81,12 @@ def ranks_missed_error(ranks: Collection[int], what: str = "call") -> RankLostEr
     return RankLostError(f"{describe_ranks(sorted(ranks))} did not {what} in time", sorted(ranks))
 
 
-def ranks_lost_earlier(ranks: Sequence[int]) -> RemoteError:
+def ranks_lost_earlier_error(ranks: Sequence[int]) -> RemoteError:
     """Members of a call that is not fault tolerant, but of which an earlier call lost some."""
     return RemoteError(f"{_describe_past(ranks)} lost in an earlier call; create a new group of the remaining ranks")
 
 
-def ranks_lost_in_transfer(
+def ranks_lost_in_transfer_error(
     ranks: Sequence[int], survivors: Sequence[int], missing_bytes: int, plan: Plan, recover: Callable[[], None]
 ) -> RankLostError:
     """Ranks that a transfer lost, if the surviving ranks can move what is missing.
@@ -107,7 +107,7 @@ def ranks_lost_in_transfer(
     )
 
 
-def ranks_lost_with_regions(
+def ranks_lost_with_regions_error(
     ranks: Sequence[int], tensors: Sequence[str], needed_by: Sequence[int], kept: str
 ) -> RankLostError:
     """Ranks that were the last holders of regions.
@@ -128,7 +128,7 @@ def ranks_lost_with_regions(
     )
 
 
-def grid_ranks_stopped(ranks: Sequence[int], silent_seconds: float | None) -> RemoteError:
+def grid_ranks_stopped_error(ranks: Sequence[int], silent_seconds: float | None) -> RemoteError:
     """Ranks of a grid that a collective waited for.
 
     Args:

@@ -19,7 +19,7 @@ from reshard.coordination.groups.calling_threads import find_thread_mismatch
 from reshard.coordination.groups.messages import Decision, RankStatus, Request
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.liveness.call_sequence import RoundEndedError
-from reshard.coordination.liveness.lost_ranks import ranks_lost_earlier
+from reshard.coordination.liveness.lost_ranks import ranks_lost_earlier_error
 from reshard.coordination.liveness.status import ANY_RANKS, publish_status
 from reshard.errors import DisagreementError, RemoteError
 from reshard.formatting import format_ranks
@@ -87,7 +87,7 @@ def check_membership(group: Group, members: Sequence[int], fault_tolerant: bool)
         raise DisagreementError(_describe(members, why))
     lost = [rank for rank in members if rank in group.lost]
     if lost and not fault_tolerant:
-        raise ranks_lost_earlier(lost)
+        raise ranks_lost_earlier_error(lost)
 
 
 def remaining_ranks(group: Group, members: Sequence[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from reshard.coordination import Monitor, Request, explain_lost_store, find_channel, find_group, resolve
-from reshard.coordination.liveness.lost_ranks import grid_ranks_stopped
+from reshard.coordination.liveness.lost_ranks import grid_ranks_stopped_error
 from reshard.coordination.liveness.presence import has_ended
 from reshard.coordination.liveness.status import HeartbeatReader
 from reshard.errors import RemoteError, ReshardError
@@ -93,7 +93,7 @@ class RootCauseFinder:
             if reported is not None:
                 return reported
             if ended or silent:
-                stopped = grid_ranks_stopped(ended or silent, None if ended else SILENT_SECONDS)
+                stopped = grid_ranks_stopped_error(ended or silent, None if ended else SILENT_SECONDS)
                 return self._channel.fail(self._generation, stopped)
             time.sleep(CHECK_INTERVAL_SECONDS)
         text = f"a collective of {describe_ranks(self._channel.members)} of a grid failed"

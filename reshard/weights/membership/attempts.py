@@ -50,7 +50,7 @@ class Attempts:
             if isinstance(error, RemoteError) and rank != team.rank:
                 raise AttemptLeftError(error)
         want = {"kind": "want", "attempt": self.number, "rank": team.rank}
-        team.post.post(team.address(0), want, seconds)
+        team.outbox.post(team.address(0), want, seconds)
 
     def give_up(self, error: ReshardError) -> ReshardError | None:
         """End the current attempt on all ranks with an error, unless it has ended.

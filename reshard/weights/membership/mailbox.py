@@ -27,7 +27,7 @@ _WAIT = datetime.timedelta(days=1)
 Message = dict[str, Any]
 
 
-class Postman:
+class Outbox:
     """Appends messages to mailboxes, from any thread."""
 
     def __init__(self, store: Store) -> None:

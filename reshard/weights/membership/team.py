@@ -31,7 +31,7 @@ from reshard.coordination.groups.process_group import own_client
 from reshard.coordination.groups.store import ForeignValueError, Store
 from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.formatting import brief
-from reshard.weights.membership.mailbox import Mailbox, Message, Postman
+from reshard.weights.membership.mailbox import Mailbox, Message, Outbox
 from reshard.weights.membership.roster import Roster, ranks_store
 
 #: How long to wait for the other ranks of a team.
@@ -94,7 +94,7 @@ class Team:
         id: of the team, the same on all ranks and different from any other.
         raw: the store, under the prefix of ``name``.
         store: calls of ``raw`` with timeouts.
-        post, roster: to write to other teams, and what is known about them.
+        outbox, roster: to write to other teams, and what is known about them.
     """
 
     def __init__(self, store: Any, name: str, kind: str, group: Any, seconds: float) -> None:
@@ -109,7 +109,7 @@ class Team:
         self.kind, self.rank, self.size = kind, self.group.rank, self.group.size
         self.raw = dist.PrefixStore(f"reshard/weights/{name}", own_client(store))
         self.store = Store(self.raw)
-        self.post, self.roster = Postman(self.store), Roster(self.store)
+        self.outbox, self.roster = Outbox(self.store), Roster(self.store)
         purpose = f"opens the {kind} of {name!r}"
         try:
             with publish_interruption(self.group, self._ranks):
@@ -177,12 +177,12 @@ class Team:
 
     def post_to_all(self, message: Mapping[str, Any]) -> None:
         """Post a message to every rank of the team."""
-        self.post.post_all(map(self.address, range(self.size)), message)
+        self.outbox.post_all(map(self.address, range(self.size)), message)
 
-    def pong(self, ping: Message) -> None:
+    def answer_ping(self, ping: Message) -> None:
         """Answer a ping."""
         answer = {"kind": "pong", "nonce": ping["nonce"], "team": self.id, "rank": self.rank}
-        self.post.post(ping["reply"], answer)
+        self.outbox.post(ping["reply"], answer)
 
     def inner_group(self) -> Group:
         """The ranks, for calls of the team's thread."""
@@ -256,6 +256,6 @@ class Team:
         atexit.unregister(self.close)
         if self._thread is not None and self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the store is lost, and the thread knows
-                self.post.post(self.address(self.rank), {"kind": "close"})
+                self.outbox.post(self.address(self.rank), {"kind": "close"})
             self._thread.join(CLOSE_SECONDS)
         self.store.close()

@@ -28,7 +28,7 @@ Given = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterRegion:
     """A region of a parameter, in its memory.
 
     Attributes:
@@ -53,14 +53,14 @@ class Copy:
     """A region of a tensor of the checkpoint that a loader copies into a parameter."""
 
     source: Side
-    target: Place
+    target: ParameterRegion
 
 
 @dataclass(frozen=True)
 class Fill:
     """A region of a parameter that a loader fills with a number, such as the padding of a vocabulary."""
 
-    target: Place
+    target: ParameterRegion
     value: float
 
 
@@ -165,11 +165,11 @@ class _Trace(TorchDispatchMode):
         """Run an operation on other tensors, unless it would change a parameter."""
         for value in _written_tensors(func._schema.arguments, args, kwargs):
             if _storage_of(value) in self._parameters:
-                place = self._place_of(value)
+                region = self._region_of(value)
                 if func not in (_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor):
-                    what = f"load_weights changes {place.name!r} by {func} without a tensor of the checkpoint"
+                    what = f"load_weights changes {region.name!r} by {func} without a tensor of the checkpoint"
                     raise ArgumentError(f"{what}, so it cannot be recorded")
-                self.found.append(Fill(place, 0.0 if func is _aten.zero_.default else float(args[1])))
+                self.found.append(Fill(region, 0.0 if func is _aten.zero_.default else float(args[1])))
                 return value
         return func(*args, **kwargs)
 
@@ -187,12 +187,12 @@ class _Trace(TorchDispatchMode):
             shape = [len(part.place[place_dim]) for place_dim in dims]
             strides = [target.stride(place_dim) * part.place[place_dim].step for place_dim in dims]
             offset = sum(indices.start * stride for indices, stride in zip(part.place, target.stride(), strict=True))
-            place = self._place_of(target.as_strided(shape, strides, target.storage_offset() + offset))
-            self.found.append(Copy(Side(part.source, part.region, tuple(along)), place))
+            region = self._region_of(target.as_strided(shape, strides, target.storage_offset() + offset))
+            self.found.append(Copy(Side(part.source, part.region, tuple(along)), region))
         return target
 
-    def _place_of(self, view: torch.Tensor) -> Place:
-        """The place of a view in its parameter; of tied parameters, in the first one."""
+    def _region_of(self, view: torch.Tensor) -> ParameterRegion:
+        """The region of a parameter that a view shows. Of tied parameters, the first one counts."""
         first = view.storage_offset()
         last = first + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
         for name, tensor in self._parameters[_storage_of(view)]:
@@ -201,7 +201,7 @@ class _Trace(TorchDispatchMode):
             if begin <= first and (last <= end or not view.numel()):
                 if view.dtype != tensor.dtype:
                     raise ArgumentError(f"load_weights writes {name!r} as {view.dtype}, so it cannot be recorded")
-                return Place(name, tuple(view.shape), view.stride(), first - begin)
+                return ParameterRegion(name, tuple(view.shape), view.stride(), first - begin)
         raise ArgumentError("load_weights writes outside of the parameters, so it cannot be recorded")
 
     def _add(self, made: Made, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:

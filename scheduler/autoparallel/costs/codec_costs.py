@@ -12,8 +12,8 @@ from reshard.errors import ArgumentError
 from ..inputs.cluster import Cluster
 from ..inputs.layer_graph import LayerGraph, is_shared
 from ..inputs.stages import StagePlan
-from .collective_costs import Place, ring_seconds
-from .edge_prices import encoded_ratio
+from .collective_costs import StagePlace, ring_seconds
+from .edge_costs import encoded_ratio
 
 if TYPE_CHECKING:
     from reshard.compression import Policy
@@ -39,7 +39,7 @@ class CodecCost:
         """Seconds in which a rank encodes and decodes some bytes of plain values."""
         return encoded / self.encode_bytes_per_second + decoded / self.decode_bytes_per_second
 
-    def all_reduce_seconds(self, place: Place, nbytes: float) -> float:
+    def all_reduce_seconds(self, place: StagePlace, nbytes: float) -> float:
         """Seconds of a sum over all ranks of a place: raw inside hosts and encoded between them, or encoded on one
         host.
 
@@ -57,7 +57,7 @@ class CodecCost:
         encoded = ring_seconds(nbytes * self.ratio, hosts, place.ring_bytes_per_second, place.latency_seconds)
         return coding + raw + encoded
 
-    def all_gather_seconds(self, place: Place, nbytes: float, tp: int) -> float:
+    def all_gather_seconds(self, place: StagePlace, nbytes: float, tp: int) -> float:
         """Seconds of an all-gather among the replicas of a layer, after which each rank has ``nbytes``.
 
         Each rank encodes its part and decodes all parts. Computation does not overlap with an encoded all-gather,
@@ -68,7 +68,7 @@ class CodecCost:
             return 0.0
         return self.coding_seconds(nbytes / replicas, nbytes) + place.replica_seconds(nbytes * self.ratio, tp, 1.0)
 
-    def reduce_scatter_seconds(self, place: Place, nbytes: float, tp: int) -> float:
+    def reduce_scatter_seconds(self, place: StagePlace, nbytes: float, tp: int) -> float:
         """Seconds of a reduce-scatter of ``nbytes`` of each rank among the replicas of a layer.
 
         Each rank sends every other one its part, so that all ranks of a host send to all other hosts.

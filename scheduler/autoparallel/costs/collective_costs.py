@@ -12,7 +12,7 @@ from ..inputs.layer_profile import LayerProfile
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePlace:
     """The hosts and links of the ranks of a stage, as costs of layers need them.
 
     Attributes:
@@ -36,7 +36,7 @@ class Place:
     device_types: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, cluster: Cluster, profiles: Sequence[LayerProfile], first: int, end: int) -> Place:
+    def of(cls, cluster: Cluster, profiles: Sequence[LayerProfile], first: int, end: int) -> StagePlace:
         """The place of ranks ``first`` to ``end - 1``, whose types of devices have these profiles.
 
         Measured times of collectives replace the latency and the rate of the topology.

@@ -19,7 +19,7 @@ from reshard.topology import Host, Port, Topology
 from ..inputs.choices import Choice, ChoiceRules, GridShape
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import LayerTimes
-from .collective_costs import Place
+from .collective_costs import StagePlace
 from .layer_costs import LayerCost, Workload, device_seconds_of_zero_3, overlapped_seconds
 
 #: Limit on the grids that a search considers, for each number of ranks and each ZeRO stage.
@@ -35,7 +35,7 @@ def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
     return None
 
 
-def grid_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> LayerCost:
+def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: Workload) -> LayerCost:
     """The cost of a layer on a grid for one microbatch. See :func:`~.costs.layer_cost`.
 
     Computation takes the busiest rank's share of the profiled time of one rank. Communication takes the time that
@@ -110,7 +110,7 @@ class _SharedStates(NamedTuple):
     is_encoded: bool = False
 
 
-def _share_states(params: float, choice: Choice, place: Place, work: Workload) -> _SharedStates:
+def _share_states(params: float, choice: Choice, place: StagePlace, work: Workload) -> _SharedStates:
     """What ZeRO over the depth of a grid shares of the states of ``params`` parameters. See :mod:`.costs`."""
     states, num_microbatches, codec_costs, depth = work.states, work.num_microbatches, work.codec_costs, choice.grid[2]
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
@@ -156,7 +156,7 @@ def _share(sizes: LayerSizes, grid: GridShape) -> float:
 
 
 def _best_price(
-    sizes: LayerSizes, grid: GridShape, place: Place, layer_times: LayerTimes, own: float, work: Workload
+    sizes: LayerSizes, grid: GridShape, place: StagePlace, layer_times: LayerTimes, own: float, work: Workload
 ) -> LayerPrice:
     """The price of a layer, with encoded products if they are faster or must be encoded."""
     rows, cols, depth = grid
@@ -177,7 +177,7 @@ def _itemsize(work: Workload) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _axis_costs(place: Place, grid: GridShape) -> Mapping[str, AxisCost]:
+def _axis_costs(place: StagePlace, grid: GridShape) -> Mapping[str, AxisCost]:
     """The costs of collectives along each axis of a grid on the ranks of a place, layer by layer and row by row.
 
     All hosts of a place have the NIC of its slowest one. Without pods, layers that fill the same part of hosts are

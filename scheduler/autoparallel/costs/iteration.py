@@ -21,7 +21,7 @@ from .device_peaks import DevicePeak, peak_of_stage, peak_of_stages
 from .layer_costs import StageCost
 from .problem import SCALED_LIMIT, Candidate, SearchProblem
 from .step_bounds import may_be_faster
-from .tie_prices import TieExchange
+from .tied_costs import TiedSum
 
 #: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
 MAX_ACTIONS = 1500
@@ -51,7 +51,7 @@ class Evaluation:
     in_flight: tuple[int, ...]
     pipeline: Pipeline
     costs: tuple[StageCost, ...]
-    exchanges: tuple[TieExchange, ...]
+    exchanges: tuple[TiedSum, ...]
     ends: tuple[float, ...]
     peaks: tuple[DevicePeak, ...]
     seconds: float
@@ -155,7 +155,7 @@ def evaluate(
 def step_seconds(
     timeline: PipelineTimeline,
     costs: Sequence[StageCost],
-    exchanges: Sequence[TieExchange] = (),
+    exchanges: Sequence[TiedSum] = (),
     pp_ranks: Sequence[int] | None = None,
 ) -> float:
     """Seconds of a step whose computations are simulated, until the last stage has summed its gradients.
@@ -171,7 +171,7 @@ def step_seconds(
 
 
 def _end_seconds(
-    ends: Sequence[float], costs: Sequence[StageCost], exchanges: Sequence[TieExchange], pp_ranks: Sequence[int]
+    ends: Sequence[float], costs: Sequence[StageCost], exchanges: Sequence[TiedSum], pp_ranks: Sequence[int]
 ) -> list[float]:
     """When each pp rank is done with its sums: those over replicas, then those over stages, which wait for each other.
 

@@ -18,7 +18,7 @@ from ..inputs.choices import Choice, shard_1d
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import ClassTimes, LayerProfile
 from .codec_costs import CodecCosts
-from .collective_costs import Place, ring_seconds
+from .collective_costs import StagePlace, ring_seconds
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def overlapped_seconds(compute: float, transfer: float, slowdown: float) -> floa
     return max(compute, transfer) + (slowdown - 1) * min(compute, transfer)
 
 
-def layer_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> LayerCost:
+def layer_cost(layer: Layer, choice: Choice, place: StagePlace, work: Workload) -> LayerCost:
     """The cost of a layer for one microbatch, whose samples the replicas divide evenly.
 
     ZeRO 3 gathers the parameters for the forward and again for the backward of each microbatch, next to computation.
@@ -273,7 +273,7 @@ class _SharedStates(NamedTuple):
     sync_seconds: float
 
 
-def _share_states(params: float, choice: Choice, place: Place, work: Workload) -> _SharedStates:
+def _share_states(params: float, choice: Choice, place: StagePlace, work: Workload) -> _SharedStates:
     """What ZeRO shares of the states of ``params`` parameters."""
     states, codec_costs = work.states, work.codec_costs
     replicas = place.num_ranks // choice.tp

@@ -20,8 +20,8 @@ from ..inputs.layer_graph import Layer, LayerGraph, Tensor
 from ..inputs.layer_profile import LayerProfile
 from ..inputs.stages import StagePlan, describe_stages, pp_ranks_of
 from .codec_costs import CodecCosts, check_policy
-from .collective_costs import Place
-from .edge_prices import EdgeCodecs, EdgePrices, End
+from .collective_costs import StagePlace
+from .edge_costs import EdgeCodecs, EdgeCosts, End
 from .grid_costs import best_grids, grid_cost, why_no_grid
 from .layer_costs import (
     LayerCost,
@@ -34,7 +34,7 @@ from .layer_costs import (
     slowest_of,
     working_bytes,
 )
-from .tie_prices import TieExchange, TiePrices, repeated_bytes
+from .tied_costs import TiedCosts, TiedSum, repeated_bytes
 
 if TYPE_CHECKING:
     from reshard.compression import Policy
@@ -136,9 +136,9 @@ class SearchProblem:
             check_policy(compression, cluster)
             codecs = compression.pair("pp")
         message_seconds = max(type_profile.message_seconds for type_profile in self.profiles.values())
-        self.prices = EdgePrices(graph, cluster, message_seconds, codecs)
+        self.prices = EdgeCosts(graph, cluster, message_seconds, codecs)
         sums = self.codec_costs.all_reduce
-        self.ties = TiePrices(
+        self.ties = TiedCosts(
             graph,
             cluster,
             self.states.gradient,
@@ -149,10 +149,10 @@ class SearchProblem:
         )
         #: Results that methods keep from one call to the next, such as tables.
         self.memo: dict[Hashable, Any] = {}
-        self._layer_costs: dict[tuple[int, Choice, Place, int], LayerCost] = {}
+        self._layer_costs: dict[tuple[int, Choice, StagePlace, int], LayerCost] = {}
         self._stage_costs: dict[tuple[StagePlan, int], StageCost] = {}
         self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
-        self._places: dict[tuple[int, int], Place] = {}
+        self._places: dict[tuple[int, int], StagePlace] = {}
 
     def changed(self, **changes: Any) -> SearchProblem:
         """The search with other arguments. It keeps the costs of layers if they do not depend on the changes."""
@@ -267,7 +267,7 @@ class SearchProblem:
         """For each layer, the index of its class."""
         return tuple(self.layer_classes.index(_anonymous(layer)) for layer in self.graph.layers)
 
-    def layer_cost(self, layer: int, choice: Choice, place: Place, num_microbatches: int) -> LayerCost:
+    def layer_cost(self, layer: int, choice: Choice, place: StagePlace, num_microbatches: int) -> LayerCost:
         """The cost of a layer, which is the same for all layers of its class."""
         key = (self.class_of[layer], choice, place, num_microbatches)
         if key not in self._layer_costs:
@@ -285,11 +285,11 @@ class SearchProblem:
         profile = self.profile if device_type is None else self.profiles[device_type]
         return Workload(profile, self.states, self.num_samples // num_microbatches, num_microbatches, self.codec_costs)
 
-    def place(self, first: int, end: int) -> Place:
+    def place(self, first: int, end: int) -> StagePlace:
         """The place of ranks ``first`` to ``end - 1``."""
         if (first, end) not in self._places:
             types = self.cluster.types_of(first, end) or tuple(self.profiles)
-            self._places[first, end] = Place.of(self.cluster, [self.profiles[name] for name in types], first, end)
+            self._places[first, end] = StagePlace.of(self.cluster, [self.profiles[name] for name in types], first, end)
         return self._places[first, end]
 
     def stage_cost(self, stage: StagePlan, num_microbatches: int) -> StageCost:
@@ -299,7 +299,7 @@ class SearchProblem:
             self._stage_costs[key] = self._find_stage_cost(stage, num_microbatches)
         return self._stage_costs[key]
 
-    def costs(self, stages: Stages, num_microbatches: int) -> tuple[tuple[StageCost, ...], tuple[TieExchange, ...]]:
+    def costs(self, stages: Stages, num_microbatches: int) -> tuple[tuple[StageCost, ...], tuple[TiedSum, ...]]:
         """The costs of all stages of a candidate, and the sums of gradients over stages, with their true prices.
 
         :meth:`stage_cost` does not know the other stages, so it counts the least that such a sum takes.
@@ -340,7 +340,7 @@ class SearchProblem:
             received,
         )
 
-    def relayout_seconds(self, stage: StagePlan, place: Place, num_microbatches: int) -> float:
+    def relayout_seconds(self, stage: StagePlan, place: StagePlace, num_microbatches: int) -> float:
         """Seconds in which tensors between layers of one stage with unequal degrees change their layout, one way."""
         seconds = 0.0
         for index in range(1, stage.num_layers):
@@ -349,7 +349,9 @@ class SearchProblem:
             )
         return seconds
 
-    def relayout_between(self, layer: int, before: Choice, after: Choice, place: Place, num_microbatches: int) -> float:
+    def relayout_between(
+        self, layer: int, before: Choice, after: Choice, place: StagePlace, num_microbatches: int
+    ) -> float:
         """Seconds for the inputs of ``layer`` to change from the layout of one choice to that of another.
 
         Fewer replicas need an all-gather of samples; more replicas keep a part of what they have.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ..inputs.layer_graph import Tensor
-from .edge_prices import End
+from .edge_costs import End
 from .layer_costs import StageCost
 from .problem import Candidate, SearchProblem, end_of, stage_edges
 

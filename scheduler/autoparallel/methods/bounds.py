@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..costs.collective_costs import Place
+from ..costs.collective_costs import StagePlace
 from ..costs.layer_costs import LayerCost
 from ..costs.problem import SearchProblem
 from ..inputs.choices import Choice
@@ -79,7 +79,7 @@ def _interleaved_bound(problem: SearchProblem) -> float:
     return float(problem.memo["interleaved bound"])
 
 
-def _positions(problem: SearchProblem) -> Iterator[tuple[int, int, Place]]:
+def _positions(problem: SearchProblem) -> Iterator[tuple[int, int, StagePlace]]:
     """``(devices left, devices, place)`` of all possible stages. The devices left include the devices of the stage."""
     total, cluster = problem.cluster.num_ranks, problem.cluster
     for used in range(1, total + 1):
@@ -93,7 +93,7 @@ def _positions(problem: SearchProblem) -> Iterator[tuple[int, int, Place]]:
             yield used, end - begin, problem.place(begin, end)
 
 
-def _costs(problem: SearchProblem, place: Place, count: int) -> list[list[tuple[LayerCost, LayerCost]]]:
+def _costs(problem: SearchProblem, place: StagePlace, count: int) -> list[list[tuple[LayerCost, LayerCost]]]:
     """For each choice of a stage, two costs of each layer: the least in time, and the least in activations."""
     choices = problem.choices(place.num_ranks, problem.num_samples // count)
     never = LayerCost(*[math.inf] * 12)
@@ -115,7 +115,7 @@ def _costs(problem: SearchProblem, place: Place, count: int) -> list[list[tuple[
     return list(costs_of.values())
 
 
-def _work(problem: SearchProblem, places: tuple[Place, ...], count: int, *, with_sums: bool = False) -> float:
+def _work(problem: SearchProblem, places: tuple[StagePlace, ...], count: int, *, with_sums: bool = False) -> float:
     """The least device-seconds of a step; ``with_sums``: with the sums of gradients."""
     min_seconds = np.full(len(problem.graph.layers), np.inf)
     for place in places:
@@ -143,7 +143,7 @@ class _Stages:
     needed_bytes: np.ndarray
 
 
-def _stages(problem: SearchProblem, place: Place, count: int) -> list[_Stages]:
+def _stages(problem: SearchProblem, place: StagePlace, count: int) -> list[_Stages]:
     """One table for each choice; one for all if the layers of a stage may mix them."""
     rows = []
     for costs in _costs(problem, place, count):
@@ -176,7 +176,7 @@ def _range_sums(values: np.ndarray) -> np.ndarray:
     return sums
 
 
-def _recurrence(problem: SearchProblem, positions: list[tuple[int, int, Place]], count: int) -> float:
+def _recurrence(problem: SearchProblem, positions: list[tuple[int, int, StagePlace]], count: int) -> float:
     """The bound for one number of microbatches."""
     size, total = len(problem.graph.layers) + 1, problem.cluster.num_ranks
     is_range = np.triu(np.ones((size, size), dtype=bool), 1)
@@ -185,7 +185,7 @@ def _recurrence(problem: SearchProblem, positions: list[tuple[int, int, Place]],
     sent, returned = (num_samples * _cut_bytes(problem, is_backward)[None] for is_backward in (False, True))
     shares = np.array(SHARES)[:, None, None]
     tables = {place: _stages(problem, place, count) for place in dict.fromkeys(place for _, _, place in positions)}
-    fitting: dict[tuple[Place, float], tuple[np.ndarray, np.ndarray]] = {}
+    fitting: dict[tuple[StagePlace, float], tuple[np.ndarray, np.ndarray]] = {}
     sizes_at: dict[int, list[int]] = {}
     for used, number, _ in positions:
         sizes_at.setdefault(used, []).append(number)

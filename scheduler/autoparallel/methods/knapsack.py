@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..costs.collective_costs import Place
+from ..costs.collective_costs import StagePlace
 from ..costs.layer_costs import LayerCost
 from ..costs.problem import SearchProblem
-from ..costs.tie_prices import tied_share
+from ..costs.tied_costs import tied_share
 from ..inputs.choices import Choice
 from ..inputs.layer_graph import is_shared, own_layer
 from ..inputs.stages import StagePlan
@@ -146,7 +146,12 @@ def held_back(
 
 
 def _with_ties(
-    problem: SearchProblem, first: int, end: int, costs: list[list[LayerCost]], choices: Sequence[Choice], place: Place
+    problem: SearchProblem,
+    first: int,
+    end: int,
+    costs: list[list[LayerCost]],
+    choices: Sequence[Choice],
+    place: StagePlace,
 ) -> list[list[LayerCost]]:
     """Costs in which layers that share parameters count them once, and their sums over stages take time."""
     changed = [list(layer_costs) for layer_costs in costs]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..costs.collective_costs import Place
+from ..costs.collective_costs import StagePlace
 from ..costs.layer_costs import LayerCost
 from ..costs.problem import SearchProblem
-from ..costs.tie_prices import tied_share
+from ..costs.tied_costs import tied_share
 from ..inputs.choices import Choice
 
 
@@ -31,9 +31,9 @@ class OptionTables:
         self._num = len(problem.graph.layers)
         self._first, self._end = np.indices((self._num + 1, self._num + 1))
         self._middles: dict[float, np.ndarray] = {}
-        self._costs: dict[tuple[Choice, Place], _ChoiceCosts] = {}
+        self._costs: dict[tuple[Choice, StagePlace], _ChoiceCosts] = {}
 
-    def of(self, choice: Choice, place: Place, recomputed: float) -> tuple[np.ndarray, ...]:
+    def of(self, choice: Choice, place: StagePlace, recomputed: float) -> tuple[np.ndarray, ...]:
         """Forward, backward, activation, fixed bytes, sync and ending bytes over ``[first, end]``.
 
         Args:
@@ -65,7 +65,7 @@ class OptionTables:
         sync, ending = total("sync_seconds") + costs.tie_seconds, states + costs.tie_bytes
         return forward, total("backward_seconds"), activation, fixed, sync, ending
 
-    def _find_costs(self, choice: Choice, place: Place) -> _ChoiceCosts:
+    def _find_costs(self, choice: Choice, place: StagePlace) -> _ChoiceCosts:
         problem, class_of = self.problem, self.problem.class_of
         firsts = [class_of.index(number) for number in range(len(problem.layer_classes))]
         is_able = [problem.can_have(choice, layer, layer + 1) for layer in firsts]
@@ -82,10 +82,10 @@ class OptionTables:
         ties = self._find_ties(costs, choice, place)
         return _ChoiceCosts.of(costs, [again[c] for c in class_of], [is_able[c] for c in class_of], ties)
 
-    def _find_ties(self, costs: Sequence[LayerCost], choice: Choice, place: Place) -> np.ndarray:
+    def _find_ties(self, costs: Sequence[LayerCost], choice: Choice, place: StagePlace) -> np.ndarray:
         """``[3, first, end]``: bytes of states counted twice; lower bounds on seconds and bytes of sums over stages.
 
-        The values equal those of ``repeated_bytes`` and ``TiePrices.least`` for one stage.
+        The values equal those of ``repeated_bytes`` and ``TiedCosts.least`` for one stage.
         """
         graph, first, end = self.problem.graph, self._first, self._end
         repeated, seconds, max_bytes = (np.zeros(first.shape) for _ in range(3))

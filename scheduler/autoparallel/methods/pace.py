@@ -26,7 +26,7 @@ import numpy as np
 from reshard import _native
 
 from ...ir.communication import RECVS_AHEAD
-from ..costs.collective_costs import Place
+from ..costs.collective_costs import StagePlace
 from ..costs.problem import SearchProblem, Stages
 from ..inputs.choices import Choice, GridShape
 from ..inputs.stages import StagePlan
@@ -223,7 +223,7 @@ def _make_tables(problem: SearchProblem, num_microbatches: int) -> Tables | None
 
 
 def _positions(
-    problem: SearchProblem, ends: Sequence[int], classes: Sequence[StageClass], places: Sequence[Place]
+    problem: SearchProblem, ends: Sequence[int], classes: Sequence[StageClass], places: Sequence[StagePlace]
 ) -> tuple[np.ndarray, ...]:
     """``next_at``, ``port_in``, ``port_out`` and ``memory`` of :class:`Tables`, and the index of the place, -1 if none.
 
@@ -267,10 +267,10 @@ def _reachable(problem: SearchProblem) -> tuple[int, ...]:
 
 def _find_options(
     problem: SearchProblem, ends: Sequence[int], num_samples: int
-) -> tuple[tuple[StageClass, ...], tuple[Option, ...], tuple[Place, ...]]:
+) -> tuple[tuple[StageClass, ...], tuple[Option, ...], tuple[StagePlace, ...]]:
     """All classes and options, and the kinds of places they stand on."""
     total, known = problem.cluster.num_ranks, set(ends)
-    places: dict[Place, int] = {}  # to its index
+    places: dict[StagePlace, int] = {}  # to its index
     by_size: dict[int, set[int]] = {}
     for used in ends[1:]:
         for size in problem.cluster.mesh_sizes:

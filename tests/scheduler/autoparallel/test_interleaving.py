@@ -11,9 +11,9 @@ from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import Choice, ChoiceRules, TrainingPlan, search
 from reshard.scheduler.autoparallel.costs.device_peaks import peak_of_stages
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
+from reshard.scheduler.autoparallel.device_subsets import choose_part
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan, check_stages
 from reshard.scheduler.autoparallel.methods import auto as auto_method
-from reshard.scheduler.autoparallel.parts import choose_part
 from tests.scheduler.autoparallel.random_searches import (
     least_interleaved_seconds,
     make_problem,

@@ -30,7 +30,7 @@ from reshard.scheduler.autoparallel import (
     TrainingPlan,
     search,
 )
-from reshard.scheduler.autoparallel.costs.collective_costs import Place
+from reshard.scheduler.autoparallel.costs.collective_costs import StagePlace
 from reshard.scheduler.autoparallel.costs.grid_costs import _axis_costs
 from reshard.scheduler.autoparallel.costs.problem import Candidate
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
@@ -338,7 +338,7 @@ def test_a_memory_in_words_is_refused():
 def test_the_uplinks_of_pods_are_priced():
     def place(pods, uplink=1e8):
         topology = Topology(range(4), [Host((Port.of(1e9),), pod) for pod in pods], pods=[Port.of(uplink)] * 2)
-        return topology, Place.of(Cluster(topology, 1e9), [PROFILE], 0, 4)
+        return topology, StagePlace.of(Cluster(topology, 1e9), [PROFILE], 0, 4)
 
     assert place((0, 0, 0, 0))[1].ring_bytes_per_second == 1e9
     topology, two = place((0, 0, 1, 1))

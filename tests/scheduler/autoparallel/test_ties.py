@@ -15,7 +15,7 @@ from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, LayerPro
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
-from reshard.scheduler.autoparallel.costs.tie_prices import TiePrices
+from reshard.scheduler.autoparallel.costs.tied_costs import TiedCosts
 from reshard.scheduler.autoparallel.inputs.layer_graph import is_shared
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods import pace
@@ -223,7 +223,7 @@ def topology_of(stages):
 def test_the_price_is_that_of_the_moves_of_the_engine(choice):
     stages = plan((3, 2, choice), (6, 3, Choice()))
     graph = trace_module(make_gpt(), BATCH, ["blocks.*", "norm"]).graph
-    (each,) = TiePrices(graph, Cluster(topology_of(stages), 1e9), 4.0, 0.0).exchanges(stages)
+    (each,) = TiedCosts(graph, Cluster(topology_of(stages), 1e9), 4.0, 0.0).exchanges(stages)
     found = run_processes(find_movers, 3, stages)
     assert each.seconds == pytest.approx(max(seconds for _, made in found for seconds in made))
     for local, _ in found:

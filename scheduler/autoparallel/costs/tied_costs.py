@@ -21,14 +21,14 @@ from ..inputs.choices import Choice
 from ..inputs.cluster import Cluster, hosts_are_alike
 from ..inputs.layer_graph import LayerGraph, is_shared, own_layer
 from ..inputs.stages import StagePlan
-from .collective_costs import Place
+from .collective_costs import StagePlace
 from .layer_costs import LayerCost
 
 #: Dtype of gradients by the bytes of an element. Others travel as bytes, which no codec encodes.
 _DTYPES = {2.0: "bfloat16", 4.0: "float32", 8.0: "float64"}
 
 
-class TieEnd(NamedTuple):
+class TiedEnd(NamedTuple):
     """The ranks of a stage, and how they divide a shared parameter.
 
     ``inner`` is the number of neighbouring ranks that share a layer. ``over_replicas`` and ``over_inner`` say whether
@@ -50,7 +50,7 @@ class TieEnd(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TieExchange:
+class TiedSum:
     """One sum over stages.
 
     Attributes:
@@ -109,7 +109,7 @@ def sum_bytes(nbytes: float, parts: int, num_stages: int, is_encoded: bool) -> f
     return nbytes / parts * (2 * num_stages + is_encoded)
 
 
-class TiePrices:
+class TiedCosts:
     """Prices sums over stages by plans of the planner. Each price is computed once.
 
     Args:
@@ -137,12 +137,12 @@ class TiePrices:
         self.codec = codec if gradient_bytes in _DTYPES else None
         self.min_ratio = min_ratio if self.codec else 1.0
         self._is_uniform = hosts_are_alike(cluster)
-        self._prices: dict[tuple[tuple[TieEnd, ...], int], tuple[float, str | None]] = {}
-        self._sends: dict[tuple[TieEnd, TieEnd, int, str | None], tuple[float, Loads]] = {}
+        self._prices: dict[tuple[tuple[TiedEnd, ...], int], tuple[float, str | None]] = {}
+        self._sends: dict[tuple[TiedEnd, TiedEnd, int, str | None], tuple[float, Loads]] = {}
         rates = [cluster.topology.host(host) for host, _, _ in cluster.hosts]
         self._host_rate = max(max(rate.egress_bytes_per_second, rate.ingress_bytes_per_second) for rate in rates)
 
-    def exchanges(self, stages: Sequence[StagePlan]) -> tuple[TieExchange, ...]:
+    def exchanges(self, stages: Sequence[StagePlan]) -> tuple[TiedSum, ...]:
         """The sums over stages of a step, in order."""
         exchanges = []
         for tied, number in self.graph.ties:
@@ -160,10 +160,10 @@ class TiePrices:
                 for _, stage, layer in having
             )
             sizes = tuple(sum_bytes(nbytes, part, len(having), codec is not None) for part in parts)
-            exchanges.append(TieExchange(tied, tuple(index for index, _, _ in having), nbytes, seconds, codec, sizes))
+            exchanges.append(TiedSum(tied, tuple(index for index, _, _ in having), nbytes, seconds, codec, sizes))
         return tuple(exchanges)
 
-    def least(self, stage: StagePlan, place: Place) -> tuple[float, float]:
+    def least(self, stage: StagePlan, place: StagePlace) -> tuple[float, float]:
         """Seconds of the sums over a stage and others that no plan beats, and least bytes of a device for one."""
         seconds, max_bytes = 0.0, 0.0
         for tied, number in self.graph.ties:
@@ -175,7 +175,7 @@ class TiePrices:
         return seconds, max_bytes
 
     def min_of(
-        self, tied: Sequence[int], num_params: int, layer: int, choice: Choice, place: Place
+        self, tied: Sequence[int], num_params: int, layer: int, choice: Choice, place: StagePlace
     ) -> tuple[float, float]:
         """Least seconds and bytes of a sum over two stages, on the ranks of the one that has ``layer`` of the tie."""
         nbytes = num_params * self.gradient_bytes
@@ -189,7 +189,7 @@ class TiePrices:
             seconds = max(seconds, moved / (place.num_hosts * self._host_rate))
         return seconds + self.message_seconds, sum_bytes(nbytes, parts, 2, False)
 
-    def price(self, ends: Sequence[TieEnd], num_params: int) -> tuple[float, str | None]:
+    def price(self, ends: Sequence[TiedEnd], num_params: int) -> tuple[float, str | None]:
         """Seconds in which all stages send their gradients to each other, and the codec that they use."""
         hosts = self.cluster.host_of(min(end.first for end in ends)) if self._is_uniform else 0
         ranks = hosts * (self.cluster.hosts[0][2] - self.cluster.hosts[0][1])
@@ -198,14 +198,14 @@ class TiePrices:
             self._prices[key] = self._price(*key)
         return self._prices[key]
 
-    def _price(self, ends: Sequence[TieEnd], num_params: int) -> tuple[float, str | None]:
+    def _price(self, ends: Sequence[TiedEnd], num_params: int) -> tuple[float, str | None]:
         raw = self._exchange_seconds(ends, num_params, None)
         if self.codec is None:
             return raw, None
         encoded = self._exchange_seconds(ends, num_params, self.codec)
         return (encoded, self.codec) if encoded < raw or not self.is_optional else (raw, None)
 
-    def _exchange_seconds(self, ends: Sequence[TieEnd], num_params: int, codec: str | None) -> float:
+    def _exchange_seconds(self, ends: Sequence[TiedEnd], num_params: int, codec: str | None) -> float:
         """Seconds of all transfers at once: sends of a stage share its ports, and so do receives."""
         sent, received = [0.0] * len(ends), [0.0] * len(ends)
         ports: dict[str, float] = {}
@@ -218,7 +218,7 @@ class TiePrices:
                     ports[port] = ports.get(port, 0.0) + seconds
         return max(*sent, *received, *ports.values()) + self.message_seconds
 
-    def _send(self, src: TieEnd, dst: TieEnd, num_params: int, codec: str | None) -> tuple[float, Loads]:
+    def _send(self, src: TiedEnd, dst: TiedEnd, num_params: int, codec: str | None) -> tuple[float, Loads]:
         """Seconds and loads of ports of the gradients that one stage sends to another."""
         key = (src, dst, num_params, codec)
         if key not in self._sends:
@@ -230,7 +230,7 @@ class TiePrices:
             self._sends[key] = priced.forward_seconds, priced.forward_loads
         return self._sends[key]
 
-    def _end(self, stage: StagePlan, layer: int, num_params: int) -> TieEnd:
+    def _end(self, stage: StagePlan, layer: int, num_params: int) -> TiedEnd:
         choice = stage.choices[layer - stage.first_layer]
         is_cut = divides_inner(self.graph, layer, num_params, choice)
-        return TieEnd(stage.first_rank, stage.end_rank, choice.tp, choice.zero == 3, is_cut)
+        return TiedEnd(stage.first_rank, stage.end_rank, choice.tp, choice.zero == 3, is_cut)

@@ -9,10 +9,10 @@ import pytest
 
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, parts, search
+from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, device_subsets, search
 from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+from reshard.scheduler.autoparallel.device_subsets import _Part, _search_parts, choose_part
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes
-from reshard.scheduler.autoparallel.parts import _Part, _search_parts, choose_part
 from reshard.topology import CodecRate, Topology
 from tests.scheduler.autoparallel.random_searches import least_seconds, make_problem
 
@@ -50,8 +50,10 @@ def test_the_part_with_the_fastest_quick_plan_is_searched_first_and_rules_out_ot
     cluster = Cluster(Topology.uniform((0, 0, 1, 1, 2, 2), 1e6), 1e9)
     whole = _Part((), SearchProblem(GRAPH, cluster, FAST, 8, microbatch_counts=(1, 2)))
     assert min(whole.problem.cluster.parts(), key=len) == (0,)
-    limits, search_part = [], parts._search_part
-    monkeypatch.setattr(parts, "_search_part", lambda *args: limits.append((args[0], args[2])) or search_part(*args))
+    limits, search_part = [], device_subsets._search_part
+    monkeypatch.setattr(
+        device_subsets, "_search_part", lambda *args: limits.append((args[0], args[2])) or search_part(*args)
+    )
     searched = _search_parts(whole, lambda done, text: None)
     (first, limit), *others = limits
     assert len(first.ranks) == 2 and first.is_refined and first.seconds <= limit
@@ -185,7 +187,7 @@ def test_codecs_are_compared_with_the_fastest_plan_without_them_not_with_a_simpl
 
 def test_parts_are_compared_before_a_simpler_plan_is_chosen(monkeypatch):
     for bound in ("work_bound", "step_bound_of_any"):
-        monkeypatch.setattr(parts, bound, lambda problem: 0.0)  # excludes no part
+        monkeypatch.setattr(device_subsets, bound, lambda problem: 0.0)  # excludes no part
     cluster = Cluster(Topology.uniform((0, 1), 5.2e8), 1e9)
     keep = {"num_microbatches": 1, "tp": 1, "recompute": False, "grid": None}
     fastest = search(GRAPH, cluster, FAST, num_samples=8, keep=keep)

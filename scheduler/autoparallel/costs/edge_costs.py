@@ -45,7 +45,7 @@ class EdgePrice:
     backward_codec: str | None
 
 
-class EdgePrices:
+class EdgeCosts:
     """Prices edges by plans of the planner. Equal edges between equal hosts are planned once.
 
     Args:
@@ -69,7 +69,7 @@ class EdgePrices:
         """Number of prices that the planner has computed, with those of :meth:`share`."""
         return sum(map(len, self._planned.values()))
 
-    def share(self, other: EdgePrices) -> None:
+    def share(self, other: EdgeCosts) -> None:
         """Use what the planner has computed for another cluster, and the other way round. The codecs must be equal."""
         self._planned = other._planned
 
