@@ -12,7 +12,7 @@ from reshard.gradients.sums import CHECK_EVERY, axes_left, check_interval, decla
 from reshard.runtime.torch_compat import local_of
 
 from .grid.collectives import Axis
-from .grid.turns import Turn, Turns
+from .grid.sum_agreement import SumAgreement, SumCall
 
 
 @check_arguments()
@@ -39,7 +39,7 @@ def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) ->
     for _, parameter, axes in declared_sums(model):
         depth = next((item for item in axes_left(parameter, axes) if item.name == "depth"), None)
         if isinstance(depth, Axis):
-            Turns.of(depth, parameter.device).take(Turn.SUM, hash_of_sums(model))
+            SumAgreement.of(depth, parameter.device).agree(SumCall.SUM, hash_of_sums(model))
             break
     sync_gradients_of(model, check_every)
 

@@ -27,7 +27,7 @@ from reshard.runtime.torch_compat import local_of
 
 from .gradients import hash_of_sums, sync_gradients, sync_gradients_of
 from .grid.collectives import Axis
-from .grid.turns import Turn, Turns
+from .grid.sum_agreement import SumAgreement, SumCall
 
 #: A bucket is full when it has so many bytes of gradients.
 BUCKET_BYTES = 2**20
@@ -115,19 +115,19 @@ class _EarlySums:
             trained.append((name, parameter, state))
         if self._depth is None:
             return
-        self._turns = Turns.of(self._depth, trained[0][1].device)
-        earlier = self._turns.unfinished
+        self._agreement = SumAgreement.of(self._depth, trained[0][1].device)
+        earlier = self._agreement.unfinished
         if earlier is not None and not earlier.has_ended:
             raise ArgumentError(
                 "sync_during_backward is entered for two models on one grid; enter it once, for an nn.ModuleList of "
                 "both"
             )
         num_begun = 0 if earlier is None else earlier.num_begun
-        num_begun = self._turns.take(Turn.BEGIN, hash_of_sums(model), num_begun)
+        num_begun = self._agreement.agree(SumCall.BEGIN, hash_of_sums(model), num_begun)
         self._axis = self._depth.for_sums()
         if earlier is not None:
             earlier.discard(num_begun)
-            self._turns.unfinished = None
+            self._agreement.unfinished = None
         self._check_trained(trained, self._depth)
         for _, parameter, state in trained:
             if not parameter.requires_grad:
@@ -160,7 +160,7 @@ class _EarlySums:
                 state.on_gradient = partial(self._note_complete, bucket, number)
         self._thread = threading.Thread(target=self._sum_buckets, name="reshard-gradient-sums", daemon=True)
         self._thread.start()
-        self._turns.unfinished = self
+        self._agreement.unfinished = self
 
     def _note_complete(self, bucket: _Bucket, number: int) -> None:
         bucket.complete.add(number)
@@ -197,7 +197,7 @@ class _EarlySums:
             return
         # If this rank's part of the batch does not use a layer, the rank still joins the sums that others have begun.
         self._is_reported = True
-        max_begun = self._turns.take(Turn.END, value=self.num_begun)
+        max_begun = self._agreement.agree(SumCall.END, value=self.num_begun)
         while self.num_begun < max_begun:
             self._begin_sum(self._buckets[self.num_begun])
         with torch.no_grad():
@@ -219,9 +219,9 @@ class _EarlySums:
                 state.on_gradient = None
                 state.is_early = state.is_early and is_complete
         if is_complete:
-            self._turns.unfinished = None
+            self._agreement.unfinished = None
         elif not self._is_reported:
-            self._turns.report_failure()
+            self._agreement.report_failure()
 
     def discard(self, num_begun: int) -> None:
         """After a failed step, take part in the sums that other ranks have begun, so that none waits in the next step.

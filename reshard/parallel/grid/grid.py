@@ -29,7 +29,7 @@ from .compressed_axis import CompressedAxis
 from .cuts import AXES, Span, batch_spans, chunk_spans, size_of
 from .failures import Failures
 from .root_cause import RootCauseFinder
-from .turns import Turns
+from .sum_agreement import SumAgreement
 
 
 class Grid:
@@ -82,7 +82,7 @@ class Grid:
         for name in ("row", "col", "layer"):
             self._axes[name].separate_backwards()
         if self.depth > 1:  # made here: if a rank skipped the first sum, ranks would differ in their numbers of groups
-            Turns.of(self._axes["depth"], torch.device(device_mesh.device_type))
+            SumAgreement.of(self._axes["depth"], torch.device(device_mesh.device_type))
         #: Compresses the messages of matrix products; None: no compression.
         self.codec: BlockCodec | None = None
         self._batch_rows: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""Compare, before gradients are summed, what each rank of an axis is about to do with them.
+"""Compare, before gradients are summed, which function each rank of an axis has called.
 
 Ranks that call different functions would otherwise post different collectives on one process group, and so would a rank
 whose backward failed. Gloo then ends the process, or sums the gradients of different steps.
@@ -20,8 +20,8 @@ from .collectives import Axis
 from .pending import Pending
 
 
-class Turn(enum.Enum):
-    """What a rank does, and how errors call it."""
+class SumCall(enum.Enum):
+    """The call that a rank makes, and how errors word it."""
 
     SUM = "called sync_gradients"
     BEGIN = "entered sync_during_backward"
@@ -29,7 +29,7 @@ class Turn(enum.Enum):
     FAILED = "failed inside sync_during_backward"
 
 
-_TURNS = list(Turn)
+_CALLS = list(SumCall)
 
 
 class UnfinishedSums(Protocol):
@@ -42,8 +42,8 @@ class UnfinishedSums(Protocol):
         """Take part in the sums that other ranks have begun, of which there are at most ``num_begun``."""
 
 
-class Turns:
-    """The exchange of turns along an axis. It has its own process group, where all messages have the same size.
+class SumAgreement:
+    """Agreement of the ranks of an axis on their calls. It has its own process group and messages of one size.
 
     Args:
         axis: an axis of a grid. All its ranks make one.
@@ -62,18 +62,18 @@ class Turns:
         self._axis = axis.make_twin("called sync_gradients or entered sync_during_backward")
 
     @classmethod
-    def of(cls, axis: Axis, device: torch.device) -> Turns:
-        """The exchange of an axis."""
-        if axis not in _TURNS_OF:
-            _TURNS_OF[axis] = cls(axis, device)
-        return _TURNS_OF[axis]
+    def of(cls, axis: Axis, device: torch.device) -> SumAgreement:
+        """The agreement of an axis."""
+        if axis not in _AGREEMENTS:
+            _AGREEMENTS[axis] = cls(axis, device)
+        return _AGREEMENTS[axis]
 
-    def take(self, turn: Turn, digest: int = 0, value: int = 0) -> int:
-        """Compare what the ranks do, and with which gradients.
+    def agree(self, call: SumCall, sums_hash: int = 0, value: int = 0) -> int:
+        """Compare which call the ranks make, and with which gradients.
 
         Args:
-            turn: what this rank does.
-            digest: of the gradients, below 2**63.
+            call: the call of this rank.
+            sums_hash: hash of the gradients that are summed, below 2**63.
             value: any int64.
 
         Returns:
@@ -81,15 +81,15 @@ class Turns:
 
         Raises:
             DisagreementError: the ranks do different things, or with different gradients; on all ranks.
-            RemoteError: the backward of a rank failed; or a rank did not take a turn within the time-out.
+            RemoteError: the backward of a rank failed; or a rank made no call within the time-out.
         """
-        rows = self._start(turn, digest, value).wait().tolist()
-        ranks_of: dict[Turn, list[int]] = {}
+        rows = self._start(call, sums_hash, value).wait().tolist()
+        ranks_of: dict[SumCall, list[int]] = {}
         for rank, row in zip(self._axis.ranks, rows, strict=True):
-            ranks_of.setdefault(_TURNS[row[0]], []).append(rank)
-        failed = ranks_of.get(Turn.FAILED)
+            ranks_of.setdefault(_CALLS[row[0]], []).append(rank)
+        failed = ranks_of.get(SumCall.FAILED)
         if failed:
-            raise RemoteError(f"{describe_ranks(failed)} {Turn.FAILED.value}")
+            raise RemoteError(f"{describe_ranks(failed)} {SumCall.FAILED.value}")
         if len(ranks_of) > 1:
             done = ", but ".join(f"{describe_ranks(ranks)} {item.value}" for item, ranks in ranks_of.items())
             raise DisagreementError(f"{done}; all ranks of a grid must call the same function in each step")
@@ -102,14 +102,14 @@ class Turns:
         return max(row[2] for row in rows)
 
     def report_failure(self) -> None:
-        """Let the other ranks know, in their next turn, that the backward of this rank failed. Does not wait."""
+        """Let the other ranks know, in their next call, that the backward of this rank failed. Does not wait."""
         with contextlib.suppress(RuntimeError):  # the error of the backward is raised, not that of the connection
-            self._start(Turn.FAILED, 0, 0)
+            self._start(SumCall.FAILED, 0, 0)
 
-    def _start(self, turn: Turn, digest: int, value: int) -> Pending:
-        own = torch.tensor([[_TURNS.index(turn), digest, value]], dtype=torch.int64, device=self._device)
+    def _start(self, call: SumCall, sums_hash: int, value: int) -> Pending:
+        own = torch.tensor([[_CALLS.index(call), sums_hash, value]], dtype=torch.int64, device=self._device)
         return self._axis.all_gather(own, [1] * self._axis.size)
 
 
-#: The exchange of each axis that has one.
-_TURNS_OF: weakref.WeakKeyDictionary[Axis, Turns] = weakref.WeakKeyDictionary()
+#: The agreement of each axis that has one.
+_AGREEMENTS: weakref.WeakKeyDictionary[Axis, SumAgreement] = weakref.WeakKeyDictionary()
