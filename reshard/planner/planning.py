@@ -22,8 +22,8 @@ from reshard.public_api import not_compiled
 from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
 from reshard.topology import Topology
 
-#: Limit on (region, rank that holds or needs it) pairs, where equal tensors count once, and on regions, where they do
-#: not; a plan with more takes more than 4 GB.
+#: A plan has at most this many pairs of a region and a rank that holds or needs it; tensors with equal layouts count
+#: once. It also has at most this many regions, where each tensor counts. A larger plan takes more than 4 GB.
 MAX_HOLDINGS = 20_000_000
 
 

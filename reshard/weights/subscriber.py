@@ -142,7 +142,9 @@ class Subscriber:
     def update(self, timeout_seconds: float = 60.0) -> int:
         """Wait for a version that is newer than that of the model, and swap it in. Every rank of the engine calls it.
 
-        The version is whole and verified on all ranks before any rank changes its model.
+        With ``mode="shadow"``, versions arrive in the thread of the team, also before this call. The call then only
+        copies the last one. With ``mode="in_place"``, a version arrives in the model during the call. With
+        ``"shadow"``, the version is whole and verified on all ranks before any rank changes its model.
 
         Returns:
             The version that the model holds now, the same on all ranks.

@@ -24,7 +24,7 @@ def gpipe(pipeline: Pipeline, num_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(pipeline: Pipeline, num_microbatches: int) -> Schedule:
-    """1F1B: stage i of n starts with n - i forwards, then alternates backwards and forwards.
+    """1F1B: stage i of n runs n - i forwards, then alternates backwards and forwards.
 
     Peak in flight on stage i, of m microbatches: ``min(m, n - i)``. Source: PipeDream-Flush (Narayanan et al., 2021).
     """
@@ -98,7 +98,7 @@ def _stage_order(stage: int, num_warmup: int, deferred: int | None, num_microbat
 
 
 def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: Sequence[int]) -> Schedule:
-    """One stage per pp rank: each stage starts with some forwards, then alternates backwards and forwards.
+    """One stage per pp rank: each stage runs its warm-up forwards, then alternates backwards and forwards.
 
     Args:
         name: name of the schedule.

@@ -88,7 +88,7 @@ class OrderModel:
 
 
 def order_of_warmups(warmups: Sequence[int], num_microbatches: int, deferred: Sequence[int] | None = None) -> Order:
-    """One stage per pp rank: each starts with some forwards, then alternates backwards and forwards.
+    """One stage per pp rank: each runs its warm-up forwards, then alternates backwards and forwards.
 
     Args:
         warmups: for each stage, the number of forwards before its first backward, at least one.

@@ -20,7 +20,7 @@ def alternate(
     weights: Sequence[Item] = (),
     deferred: int = 0,
 ) -> list[Item]:
-    """The order of a pp rank: some forwards, then forwards and backwards in turn, then the backwards that are left.
+    """The order of a pp rank: its warm-up forwards, then alternating forwards and backwards, then the other backwards.
 
     Args:
         forwards, backwards: all computations of a pp rank, in order.

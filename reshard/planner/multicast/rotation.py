@@ -23,9 +23,9 @@ _MAX_UNEVEN = 1.005
 def rotate_hosts(problem: PlanProblem, host_classes: HostClasses, ports: Ports) -> Transfers | None:
     """Send each class directly to every host that needs it, in rotation over the ports, and there along a chain.
 
-    Steps: 1, and the ranks of a host that need a class. Bytes between hosts: unique. A message between hosts comes
-    after the last ones of its two ports. If all pairs of ports exchange equally much over equal links, no order is
-    faster.
+    Steps: 1 between hosts, then 1 for each rank of a host that needs the class. Bytes between hosts: unique. A message
+    between hosts waits for the previous message of its sender's port and for that of its receiver's port. If all pairs
+    of ports exchange equally many bytes over equal links, no order is faster.
 
     Args:
         problem: the problem.

@@ -24,9 +24,9 @@ Edges = list[tuple[int, int]]
 def send_recv(problem: PlanProblem) -> Routes:
     """Send each region from a holder directly to each receiver.
 
-    Steps: 1. Bytes between hosts: total. The sender is a holder on the receiver's host if there is one, else a holder
-    on the host with the fewest bytes to send so far. Messages are in rotation order (sender i to receiver i, then to
-    receiver i + 1, ...), which keeps every port busy.
+    Steps: 1. Bytes between hosts: total. The sender is a holder on the receiver's host if there is one. Otherwise it is
+    a holder on the host with the fewest bytes to send so far. Messages are in rotation order (sender i to receiver i,
+    then to receiver i + 1, ...), which keeps every port busy.
     """
     task, replica = np.nonzero(problem.receivers != NO_RANK)
     receiver = problem.receivers[task, replica]

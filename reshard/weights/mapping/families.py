@@ -108,7 +108,8 @@ _MEGATRON_LAYER = {
     "mlp.gate": "mlp.router",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
 }
-#: The same where one name ends otherwise. A layer of Transformer Engine has the norm before it.
+#: Names of whole tensors that end differently in both. In Transformer Engine, a norm belongs to the linear layer that
+#: follows it.
 _MEGATRON_TENSORS = {
     "self_attn.q_a_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attn.kv_a_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
@@ -119,8 +120,9 @@ _MEGATRON_TENSORS = {
 def megatron(num_query_groups: int | None, moe_layers: Iterable[int] = ()) -> tuple[Rule, ...]:
     """Rules from Hugging Face's names to those of a ``GPTModel`` of Megatron-Core with Transformer Engine.
 
-    For Llama, Qwen2 and Qwen3 (also MoE) and DeepSeek-V3 without its layers that predict further tokens. Experts have
-    their number in the whole model: ``experts.linear_fc1.weight7``. Of :func:`inverted` rules, Megatron is the source.
+    The rules cover Llama, Qwen2 and Qwen3 (also MoE), and DeepSeek-V3 without its layers that predict further tokens.
+    An expert keeps its number in the whole model: ``experts.linear_fc1.weight7``. Pass the rules through
+    :func:`inverted` if Megatron is the source.
 
     Args:
         num_query_groups: number of heads of keys; None for multi-latent attention (DeepSeek).
