@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import io
@@ -18,9 +19,11 @@ import sys
 import pytest
 
 from reshard.cli.main import main
+from reshard.codecs.formats import FORMATS
 from reshard.errors import ArgumentError
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.testing import run_processes
+from reshard.topology import Topology
 from tests.support.pages import DOCS, PAGES, ROOT, code_blocks, table
 
 #: Imported here once, so that forked processes need not import them.
@@ -168,6 +171,14 @@ def test_every_strategy_is_in_the_help_and_in_the_table_of_the_docs(monkeypatch,
     assert "brand_new" in capsys.readouterr().out
     with pytest.raises(ArgumentError, match="did you mean 'brand_new'"):
         find_strategy("brand_mew")
+
+
+def test_tables_list_every_lossless_format_and_every_number_of_a_topology():
+    rows = table(DOCS / "compression.md", "| format | what travels | when it pays |")
+    assert {name.strip("`") for name, *_ in rows} == set(FORMATS)
+    rows = table(DOCS / "concepts.md", "| key of the topology | meaning |")
+    numbers = {field.name for field in dataclasses.fields(Topology) if field.name.endswith(("_seconds", "_bytes"))}
+    assert numbers <= {name.strip("`") for name, _ in rows}
 
 
 def test_contributing_names_the_tests_of_every_package():

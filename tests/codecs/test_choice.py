@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reshard.codecs import xor_planes
 from reshard.codecs.choice import Rates, choose_format, find_size, predict_seconds, take_sample
 from reshard.codecs.delta import HEADER_BYTES
 from reshard.codecs.encoded_sizes import Sample
-from reshard.codecs.formats import FORMATS
+from reshard.codecs.formats import FORMATS, known_formats
 from reshard.codecs.rates import measure_format_rates, slowest_rates
 
 NUM_WORDS = 2**20
@@ -36,9 +35,7 @@ def _versions(share, width=2):
 @pytest.mark.parametrize("share", [0.001, 0.02, 0.3, 0.9])
 def test_predicted_sizes_are_those_of_the_encoders(width, share):
     words, base = _versions(share, width)
-    formats = [name for name in ("raw", "delta", "bitmap", "bf16-lossless") if FORMATS[name].dtype == "" or width == 2]
-    if xor_planes.zstd is not None:
-        formats.append("xor-zstd")
+    formats = [name for name in known_formats() if FORMATS[name].dtype == "" or width == 2]
     sample = take_sample(words, base, width)
     for name in formats:
         size = FORMATS[name].encode(words, base, np.empty(len(words) + HEADER_BYTES, np.uint8), width) / len(words)

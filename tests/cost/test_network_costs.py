@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from reshard import Layout, Mesh, Topology, make_plan, parse_plan, plan_from_json, plan_to_json, simulate
-from reshard.cost import find_latency_bounds, predict_makespan, prediction
+from reshard.cost import encoded_makespan, find_latency_bounds, predict_makespan, prediction
 from reshard.plan import RotationPlan
 from reshard.planner import Floors, PlanProblem
-from reshard.topology import topology_from_json, topology_to_json
+from reshard.topology import CodecRate, topology_from_json, topology_to_json
 
 #: A value of each cost that makes the plan below much slower, or, for the last two, faster.
 COSTS = {
@@ -56,6 +56,13 @@ def test_models_have_the_cost(name, monkeypatch):
     for plans in ([replace(plan, topology=topology) for topology in (FREE, costly)], [*map(_rotation, (FREE, costly))]):
         seconds = [predict_makespan(item).seconds for item in plans]
         assert name in SIMULATED_ONLY or seconds[1] > 1.01 * seconds[0]
+
+
+def test_encoding_begins_when_the_transfer_does():
+    plan = make_plan(SRC, DST, SHAPE, "float32", topology=FREE, compression="int8x128")
+    slow = CodecRate("int8x128", 1e6, 1e9)
+    seconds = [encoded_makespan(plan, slow, replace(FREE, start_seconds=start)) for start in (0.0, 1.0)]
+    assert seconds[1] == pytest.approx(seconds[0] + 1.0)
 
 
 @pytest.mark.parametrize("name", COSTS)

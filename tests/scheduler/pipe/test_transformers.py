@@ -7,6 +7,7 @@ import torch
 
 import reshard.scheduler as rs
 from reshard.errors import ArgumentError
+from reshard.scheduler.pipe.partition import adapters
 from reshard.testing import run_processes
 from tests.support.whole_models import Case, check_equal, pipe_of
 
@@ -61,6 +62,11 @@ LIKE_LLAMA = {
     "Qwen2": {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 2, "tie_word_embeddings": True},
     "Qwen3": {"head_dim": 4},
 }
+
+
+def test_every_class_with_an_adapter_is_tested_here():
+    tested = {"GPT2LMHeadModel", *(f"{name}ForCausalLM" for name in ("Llama", *LIKE_LLAMA))}
+    assert tested == set(adapters._ADAPTERS)
 
 
 def make_batch(seed, num_samples=8, length=6, mask=False, ignored=False):
