@@ -20,7 +20,7 @@ Wait = Callable[[], torch.Tensor]
 
 
 def encode_rows(rows: torch.Tensor, codec: BlockCodec | None) -> torch.Tensor:
-    """Rows as they travel: ``(rows, bytes)`` uint8, or the rows themselves without a codec."""
+    """Encode rows to ``(rows, bytes)`` uint8. Without a codec, return the rows themselves."""
     if codec is None:
         return rows
     encoded = torch.empty(len(rows), codec.nbytes(rows.shape[1:], 0), dtype=torch.uint8, device=rows.device)
@@ -31,7 +31,7 @@ def encode_rows(rows: torch.Tensor, codec: BlockCodec | None) -> torch.Tensor:
 def decode_rows(
     encoded: torch.Tensor, out: torch.Tensor, codec: BlockCodec | None, *, accumulate: bool = False
 ) -> None:
-    """The inverse of :func:`encode_rows`, written to or added to ``out``."""
+    """Decode what :func:`encode_rows` returned. Write the rows to ``out``, or add them to it."""
     if codec is not None:
         codec.decode(encoded, out, 1, accumulate=accumulate)
     elif accumulate:
@@ -41,7 +41,7 @@ def decode_rows(
 
 
 def exchange(rows: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None) -> Wait:
-    """Start to send row i to member i. The result has a row from each member; it is written to ``out`` if given."""
+    """Start to send row i to member i. The result has a row from each member, and is written to ``out`` if given."""
     received = torch.empty_like(rows) if out is None else out
     return _wait_for(dist.all_to_all_single(received, rows, group=group, async_op=True), received)
 
@@ -65,10 +65,10 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Add the rows that all members have for this member, in the order of members.
 
-    Its own contribution is not encoded.
+    The contribution of this member is not encoded.
 
     Args:
-        errors: receives the coding errors, ``rows`` minus the decoded rows; same shape as ``rows``.
+        errors: array of the shape of ``rows`` for the coding errors: ``rows`` minus the decoded rows.
     """
     me = dist.get_rank(group)
     sent = encode_rows(rows, codec)

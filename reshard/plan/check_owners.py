@@ -48,7 +48,7 @@ class Marks:
 
 
 class Owners:
-    """The ranks that own boxes of one side of a tensor. An owner is an index into ``ranks``, which are ascending."""
+    """The ranks that own boxes of one side of a tensor. An owner is an index into ``ranks``, which ascend."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -65,7 +65,7 @@ class Owners:
         return self._shards.cuts is not None
 
     def inside(self, owner: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """``(boxes,)`` bool: whether each box lies inside one tile of ``owner``; -1 owns nothing."""
+        """``(boxes,)`` bool: whether each box lies inside one tile of ``owner``. Owner -1 owns nothing."""
         shards, has_owner = self._shards, owner >= 0
         if shards.cuts is None:
             tile = locate_points(start, shards.start, shards.stop)

@@ -85,8 +85,8 @@ def _are_complete(
 ) -> bool:
     """Whether every sender of a component sends to all its receivers equally often.
 
-    Tested as an equation of matrices, by a product with a vector (Freivalds): the sums of numbers of receivers, over
-    all messages of a sender, are those of its share of the messages.
+    The test is an equation of matrices, checked by a product with a vector (Freivalds): the sum of the numbers of the
+    receivers of all messages of a sender must be that of its share of the messages.
     """
     port, label = receivers
     count = len(component)

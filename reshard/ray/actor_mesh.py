@@ -31,11 +31,11 @@ WARN_SECONDS = 5.0
 
 
 class ActorMesh:
-    """A mesh of actors, one per device. Also a context manager, which closes it.
+    """A mesh of actors, one per device. As a context manager, it closes itself at the end.
 
     Args:
         shape: ``"2x4"``, ``(2, 4)`` or ``8``; each host gets a block of consecutive ranks.
-        num_hosts: number of different nodes (a placement group with STRICT_SPREAD and one bundle per host).
+        num_hosts: number of different nodes. The placement group has STRICT_SPREAD and one bundle per host.
         axes: names of the mesh axes; ``0, 1, ...`` if omitted.
         name: the name of the mesh in errors.
         num_cpus, num_gpus: resources that Ray reserves for each actor.
@@ -127,7 +127,7 @@ class ActorMesh:
             timeout_seconds: limit for all actors to store their shards.
 
         Raises:
-            ArgumentError: not an array of numbers. LayoutError: the spec does not fit the array.
+            ArgumentError: ``array`` is no array of numbers. LayoutError: the spec does not fit the array.
         """
         check_unmasked(array, "put got")
         try:
@@ -215,7 +215,7 @@ class ShardedArray:
     Attributes:
         layout: how the ranks of ``mesh`` shard the array.
         shape, dtype: of the whole array.
-        lost: ranks whose shards are missing because their actors died (only with ``on_loss="recover"``).
+        lost: ranks whose shards are missing because their actors died. Only calls with ``on_loss="recover"`` leave any.
     """
 
     lost: frozenset[int] = frozenset()
@@ -233,7 +233,7 @@ class ShardedArray:
         return {rank: unpack_array(item) for rank, item in zip(ranks, packed, strict=True)}
 
     def gather(self, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> torch.Tensor:
-        """Fetch the whole array; of equal shards only one is fetched.
+        """Fetch the whole array. Only one of several equal shards is fetched.
 
         Raises:
             RemoteError: an actor died, and no other actor has its shard.
@@ -254,7 +254,7 @@ class ShardedArray:
         return f"ShardedArray({self})"
 
     def __reduce__(self) -> Any:
-        """Refuse to pickle: each copy would free the shards when it is collected."""
+        """Refuse to pickle, because each copy would free the shards when it is collected."""
         raise TypeError("a ShardedArray stays on the driver; reshard.ray.run gives each actor its own shard of it")
 
 

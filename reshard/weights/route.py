@@ -46,14 +46,14 @@ def find_ranks(sizes: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class RouteOptions:
-    """What a Publisher or a Subscriber says of its routes.
+    """The options of a Publisher or a Subscriber for its routes.
 
     Attributes:
         join_seconds: how long to wait for the other ranks.
         timeout_seconds: limit of one transfer.
         memory_bytes: memory for data in transit, at least 192 KiB.
-        topology: hosts and links of the ranks; None: by host names.
-        topology_rank: number of this rank in the topology; None: its number among the ranks of a route.
+        topology: hosts and links of the ranks; None to find them by host names.
+        topology_rank: number of this rank in the topology; None for its number among the ranks of a route.
         is_shared: whether the memory also serves encoded transfers.
 
     Raises:
@@ -122,7 +122,7 @@ class _Viewed:
 
 
 def _agree(group: Group, options: RouteOptions) -> tuple[int, Topology]:
-    """The least staging memory of any rank, and the topology of the group: as stated, or by host names."""
+    """The smallest staging memory of any rank, and the topology of the group: a stated one, or by host names."""
 
     def describe() -> dict[str, Any]:
         stated = None if options.topology is None else topology_to_json(options.topology)
@@ -156,13 +156,13 @@ def _check_numbers(numbers: Sequence[int]) -> Sequence[int]:
 
 
 class Route:
-    """Connects the ranks of a source model with those of destination models. Used by one thread.
+    """Connects the ranks of a source model with those of destination models. Only one thread may use it.
 
     Args:
         store: a store that all ranks share, under a prefix that only this route uses.
         source: the source model. Its ranks come first.
         targets: the destination models.
-        pieces: what goes to each of them.
+        pieces: the parts of tensors that go to each destination model.
         place: number of this rank's model; 0 is the source.
         rank: this rank in its model.
         options: limits, and the network.
@@ -220,7 +220,7 @@ class Route:
         return self._predicted
 
     def start_sending(self, arrays: Mapping[str, torch.Tensor]) -> Handle:
-        """Start to send; returns the handle.
+        """Start to send the local shards of this rank. Returns the handle.
 
         Args:
             arrays: the local shards of the source model by name.
@@ -248,7 +248,7 @@ class Route:
         """Where the plan's tensors arrive for the local shards of a destination model, by name.
 
         Args:
-            base: values that the tensors hold before, by the same names; None: any values.
+            base: values that the tensors must hold before the transfer, by the same names; None if any values will do.
         """
         landed: dict[str, torch.Tensor] = {}
         copies = []
@@ -271,7 +271,7 @@ class Route:
         return ReceiveBuffers(landed, copies, list(arrays.values()))
 
     def _find_views(self, arrays: Mapping[str, torch.Tensor]) -> _Viewed:
-        """What this rank holds of the pieces of each bundle: all of them or none. Kept for the same arrays."""
+        """The parts of each bundle that this rank holds: all of them or none. Kept for the same arrays."""
         for known in self._viewed:
             if _are_same(arrays, known.arrays):
                 return known

@@ -26,7 +26,7 @@ class TiedParameter:
 
     Args:
         names: ``{stage: name of the parameter in the stage's module}``.
-        shape, dtype: of the global parameter.
+        shape, dtype: shape and dtype of the global parameter.
         layouts: ``{stage: layout}`` for stages that shard the parameter; default: replicated on all ranks of the stage.
 
     Raises:
@@ -89,9 +89,9 @@ class TiedParameters:
         modules: ``{stage: module}`` for the stages of this rank.
         rank: this rank.
         open_mover: makes the Mover of a tensor. It must plan the tensor equally on all ranks.
-        policy: its codec for ``dp`` encodes the gradients. A stage also encodes and decodes its own gradient, and adds
-            the decoded values, as the other stages do. So all stages get the same sum. Gradients that do not fit the
-            blocks of the codec are sent raw.
+        policy: policy whose codec for ``dp`` encodes the gradients. A stage also encodes and decodes its own gradient,
+            and adds the decoded values, as the other stages do. So all stages get the same sum. Gradients that do not
+            fit the blocks of the codec are sent raw.
 
     Attributes:
         steps: number of steps taken. The first ``raw_steps`` of the policy send raw gradients.

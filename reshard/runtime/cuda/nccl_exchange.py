@@ -35,8 +35,8 @@ def make_communicator(
 
     Args:
         store: a store that polls when it waits, so that a wait does not block other users of its connection.
-        poll: called repeatedly while NCCL connects the ranks; raises an error to end the wait, for example because
-            a rank failed.
+        poll: function that is called repeatedly while NCCL connects the ranks. It raises an error to end the wait,
+            for example because a rank failed.
 
     Raises:
         RuntimeError, TimeoutError: not all ranks joined in time, NCCL failed, or ``NCCL_COMM_BLOCKING`` is 1.
@@ -71,12 +71,12 @@ def _in_thread(index: int) -> Iterator[None]:
 
 
 class _OnCommunicator:
-    """What ends with the communicator that it uses."""
+    """An object that ends with the communicator that it uses."""
 
     _communicator: Communicator
 
     def begin_abort(self) -> None:
-        """As :meth:`abort`, but do not wait until the device has cancelled them."""
+        """Cancel all operations as :meth:`abort` does, but do not wait until the device has cancelled them."""
         self._communicator.begin_abort()
 
     def abort(self) -> None:
@@ -84,7 +84,7 @@ class _OnCommunicator:
         self._communicator.abort()
 
     def begin_close(self) -> None:
-        """As :meth:`close`, but do not wait for operations under way."""
+        """Destroy the communicator as :meth:`close` does, but do not wait for operations in progress."""
         self._communicator.begin_close()
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class NcclExchange(_OnCommunicator):
     """Posts the messages and broadcasts of a round as one NCCL group on the current stream.
 
     Args:
-        communicator: connects the ranks of a plan.
+        communicator: the communicator of the ranks of a plan.
         position: ``{global rank: rank in the communicator}``.
         device: device of the buffers.
     """
@@ -192,7 +192,7 @@ class NcclCollectives(_OnCommunicator):
             )
         if dtype_name(array.dtype) not in DATA_TYPES:
             raise ArgumentError(f"NCCL cannot reduce {array.dtype}; it reduces {', '.join(sorted(DATA_TYPES))}")
-        # Torch gives back another object than it was given: equal, but with no name and another hash.
+        # Torch returns another object than it was given. It is equal, but has no name and another hash.
         reduction = next((name for op, name in _REDUCTIONS if options.reduceOp == op), None)
         if reduction is None:
             raise ArgumentError(

@@ -44,10 +44,10 @@ def exchange(group: Group, report: Mapping[str, Any], purpose: str, seconds: flo
     """The reports of all ranks of a group, as JSON. Every rank must call it.
 
     Args:
-        report: of this rank. Its entry ``"failed"``, if any, is the class and text of an error.
-        purpose: of the exchange, in errors.
+        report: report of this rank. Its entry ``"failed"``, if any, is the class and text of an error.
+        purpose: purpose of the exchange, for errors.
         seconds: how long to wait for the other ranks.
-        kept: what holds in spite of an error.
+        kept: what is unchanged in spite of an error, for its text.
 
     Raises:
         ReshardError: the first error that a rank reports, or a rank did not call; the same on all ranks.
@@ -60,7 +60,7 @@ def exchange(group: Group, report: Mapping[str, Any], purpose: str, seconds: flo
 def run_collectively(
     group: Group, function: Callable[[], Mapping[str, Any]], purpose: str, seconds: float, kept: str = ""
 ) -> dict[int, Any]:
-    """As :func:`exchange`, with the result of a function. If it raises an error on one rank, all ranks raise it."""
+    """Exchange the results of a function. If the function raises an error on one rank, all ranks raise that error."""
     try:
         report = dict(function())
     except Exception as error:
@@ -69,7 +69,7 @@ def run_collectively(
 
 
 def lost_store_error(error: BaseException) -> ReshardError:
-    """The error of ours for one that ended the thread of a team."""
+    """The error of this package for an error that ended the thread of a team."""
     if isinstance(error, ReshardError):
         return error
     if isinstance(error, ForeignValueError):
@@ -83,18 +83,19 @@ class Team:
     """The ranks of one trainer or of one engine.
 
     Args:
-        store: what all trainers and engines share.
-        name: of the published model.
+        store: store that all trainers and engines share.
+        name: name of the published model.
         kind: ``"trainer"`` or ``"engine"``.
         group: the process group of the ranks; None for the world, or for this process alone if there is none.
         seconds: how long to wait for the other ranks.
 
     Attributes:
-        group: the ranks, for calls of the user's threads.
-        id: of the team, the same on all ranks and different from any other.
+        group: the group of the ranks for calls of the user's threads.
+        id: id of the team. It is the same on all ranks, and no other team has it.
         raw: the store, under the prefix of ``name``.
-        store: calls of ``raw`` with timeouts.
-        outbox, roster: to write to other teams, and what is known about them.
+        store: client of ``raw`` whose calls have timeouts.
+        outbox: writes messages to other teams.
+        roster: the members of the published name.
     """
 
     def __init__(self, store: Any, name: str, kind: str, group: Any, seconds: float) -> None:
@@ -185,17 +186,17 @@ class Team:
         self.outbox.post(ping["reply"], answer)
 
     def inner_group(self) -> Group:
-        """The ranks, for calls of the team's thread."""
+        """The group of the ranks for calls of the team's thread."""
         if self._inner is None:
             self._inner = join(ranks_store(self.raw, self.kind, self.id), self.rank, self.size)
         return self._inner
 
     def group_of(self, ranks: Sequence[int], key: str) -> Group:
-        """Some of the ranks, for calls of the team's thread.
+        """A group of some of the ranks for calls of the team's thread.
 
         Args:
             ranks: ascending, with this one.
-            key: names a group that is made for them; no other has it.
+            key: name of the group, if it is made for them. No other group has this name.
         """
         if len(ranks) == self.size:
             return self.inner_group()

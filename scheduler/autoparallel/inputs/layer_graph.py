@@ -21,7 +21,7 @@ from .files import explain_refusal, read_object
 MAX = 1e21
 #: Limit on the layers of a transformer that is described by its sizes.
 MAX_LAYERS = 10_000
-#: Most bytes of a tensor for one sample.
+#: Largest number of bytes of a tensor for one sample.
 MAX_SAMPLE_BYTES = 10**12
 
 
@@ -30,20 +30,21 @@ class Layer:
     """One layer: the smallest part of a model that a stage may begin with.
 
     Args:
-        name: path of the module that the layer begins with, as ``Pipe(cut_before=)`` takes it; of the first layer, any.
+        name: path of the module that the layer begins with, as ``Pipe(cut_before=)`` takes it. The first layer may have
+            any name.
         key: name of the layer's class. Layers of one class take equally long, so a profile has one entry for all.
         forward_flops: floating point operations of the forward of one sample.
         num_params: parameters of the layer.
         saved_bytes: bytes that autograd saves for the backward of one sample.
-        input_bytes: bytes of one sample that recomputation keeps instead: the inputs, and what it does not compute
-            again.
-        tp_limit: most ranks that tensor parallelism may divide the layer over.
+        input_bytes: bytes of one sample that recomputation keeps instead: those of the inputs, and of tensors that it
+            does not compute again.
+        tp_limit: largest number of ranks over which tensor parallelism may divide the layer.
         tp_params: parameters that tensor parallelism divides. The others have a copy on each rank.
         tp_saved_bytes: the part of ``saved_bytes`` that tensor parallelism divides.
         tp_all_reduces: all-reduces over tensor-parallel ranks in a forward. A backward has as many.
         tp_all_reduce_bytes: bytes of one such all-reduce for one sample.
-        grid_sizes: its products, heads and norms, if :mod:`reshard.parallel` can cut it over a grid.
-        grid_refusal: why it cannot.
+        grid_sizes: matrix products, heads and norms of the layer, if :mod:`reshard.parallel` can cut it over a grid.
+        grid_refusal: the reason why it cannot.
 
     Raises:
         ArgumentError: a number is negative or not finite, or a part is larger than the whole.
@@ -154,12 +155,12 @@ class Tensor:
 class LayerGraph:
     """The layers of a model in the order of its forward, and the tensors between them.
 
-    A tensor that is read by the next layer only is an ordinary edge; any other is a skip connection.
+    A tensor that only the next layer reads is an ordinary edge. Any other tensor is a skip connection.
 
     Args:
         layers, tensors: see :class:`Layer` and :class:`Tensor`.
-        dtype: dtype of computations; a profile of another one is refused.
-        name: of the model.
+        dtype: dtype of computations. A profile of another dtype is refused.
+        name: name of the model.
         ties: ``(layers, num_params)``: these layers, in ascending order, share this many parameters. Each of the
             layers counts them; a stage with several of the layers keeps them once.
 
@@ -300,7 +301,7 @@ class LayerGraph:
 
     @cached_property
     def key(self) -> str:
-        """Hash of the layers' classes and the dtype: what a profile is measured for."""
+        """Hash of the layers' classes and the dtype, for which a profile is measured."""
         classes = sorted({layer.key for layer in self.layers})
         return hashlib.sha256(json.dumps([self.dtype, classes]).encode()).hexdigest()[:16]
 

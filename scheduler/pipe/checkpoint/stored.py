@@ -42,7 +42,7 @@ class StoredCheckpoint:
     """A checkpoint whose index has been read.
 
     Attributes:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         tensors: ``{key: entry}``.
         values: keys of the other entries.
 
@@ -68,7 +68,7 @@ class StoredCheckpoint:
         self._parsed: dict[str, dict[str, Any]] = {}
 
     def check_files(self, part: int, num_parts: int) -> None:
-        """Compare a part of the files with their digests; together the parts are all files.
+        """Compare a part of the files with their digests. Together, the parts are all files.
 
         Raises:
             ArgumentError: a file is missing, cannot be read, or has other bytes than at the save. The text names the
@@ -87,7 +87,7 @@ class StoredCheckpoint:
                 raise ArgumentError(explain_difference(file, actual, self._digests[name]))
 
     def find_reads(self, copies: Sequence[tuple[str, torch.Tensor | JoinedTensor]]) -> list[ShardRead]:
-        """What to read to fill tensors, each of the shape of its key. Compares the headers of the files with the index.
+        """The reads that fill tensors, each of the shape of its key. Compares the headers of the files with the index.
 
         Raises:
             ArgumentError: a file is not what the index says.
@@ -152,7 +152,7 @@ class StoredCheckpoint:
         """A whole tensor.
 
         Raises:
-            ArgumentError: there is none of this key, or its file cannot be read.
+            ArgumentError: there is no tensor of this key, or its file cannot be read.
         """
         if key not in self.tensors:
             raise ArgumentError(f"{self.folder / INDEX_FILE} has no tensor {key}, to which a value refers")
