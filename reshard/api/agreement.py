@@ -50,7 +50,7 @@ class Agreement:
     """What the ranks of a call have agreed on.
 
     Attributes:
-        inputs: of this rank, checked. If the transfer runs on copies in host memory, they hold the copies.
+        inputs: inputs of this rank, checked. If the transfer runs on copies in host memory, they hold the copies.
         channel: the ranks that called.
         round_number: number of the agreement's round, which tags the messages of the transfer.
         decision: its result, for the device type that the transfer runs on.
@@ -81,8 +81,8 @@ def agree(inputs: Inputs, purpose: str) -> Agreement:
     """Agree with the other ranks of a call.
 
     Args:
-        inputs: of this rank.
-        purpose: of the call's agreements.
+        inputs: inputs of this rank.
+        purpose: purpose of the call's agreements.
 
     Raises:
         ReshardError: the arguments of a rank are wrong, or ranks disagree; the same error on all ranks.
@@ -112,8 +112,8 @@ def _make_request(inputs: Inputs, purpose: str) -> tuple[Request, list[Item]]:
     """Check the arguments of this rank.
 
     Args:
-        inputs: of the call.
-        purpose: of the request.
+        inputs: inputs of the call.
+        purpose: purpose of the request.
 
     Returns:
         The request, with the local error if the arguments are wrong, and the items with detached source tensors and

@@ -24,7 +24,7 @@ def encode_measured(
     """Encode the source shards, add up the errors of all ranks, and compare them with ``max_error``.
 
     Args:
-        agreement: of the call.
+        agreement: agreement of the call.
         plan: with the codecs.
 
     Returns:

@@ -27,7 +27,7 @@ class PreparedBuckets:
     """A transfer of buckets that can start.
 
     Attributes:
-        agreement: of the call, and of the last of the agreements on the buckets.
+        agreement: agreement of the call, and of the last of the agreements on the buckets.
         transfer: the buckets.
         report: how the tensors are sent.
         agreed: the plan of the buckets; None if no surviving rank receives any.

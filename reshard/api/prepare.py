@@ -33,8 +33,8 @@ class Prepared:
     """A transfer that can start.
 
     Attributes:
-        agreement: of the call.
-        plan: of the transfer.
+        agreement: agreement of the call.
+        plan: plan of the transfer.
         agreed: the plan as the ranks have agreed on it; None if ranks were lost before.
         encoded: source shards that are encoded already, by tensor.
         lost: ranks that were lost before the transfer. A recovery then has to move all data.
@@ -72,7 +72,7 @@ def agree_on_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequ
     """The plan, from the cache or compared between the ranks.
 
     Args:
-        agreement: of the call.
+        agreement: agreement of the call.
         raw: tensors that are not encoded.
         buckets: what travels in place of the tensors.
     """

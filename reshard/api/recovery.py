@@ -54,8 +54,8 @@ class Recovery:
         plan: the original plan.
         src, dst: this rank's arrays, one per tensor of the plan.
         lost: ranks that were lost before the transfer began.
-        options: of the call. If its strategy is a function, recovery plans use the default strategy. With ``verify``,
-            all data of a failed attempt is sent again, because a failed attempt is not verified.
+        options: options of the call. If its strategy is a function, recovery plans use the default strategy. With
+            ``verify``, all data of a failed attempt is sent again, because a failed attempt is not verified.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ def start_part(
         src: the arrays to send, one per tensor of the plan.
         dst: the arrays to receive into.
         finish: returns the result of the handle.
-        options: of the call.
+        options: options of the call.
         verify: compare digests after the transfer.
     """
     channel, generation = agreed.channel, agreed.decision.generation

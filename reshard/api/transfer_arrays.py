@@ -117,7 +117,7 @@ def find_target(item: Item, shape: tuple[int, ...] | None, decision: Decision, r
     """The array that receives a rank's destination shard of a call, allocated if the rank passes none.
 
     Args:
-        shape: of the shard; None outside the destination.
+        shape: shape of the shard; None outside the destination.
     """
     dtype = decision.dtypes[item.name] if item.dst_dtype is None else item.dst_dtype
     out = item.out

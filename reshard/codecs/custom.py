@@ -29,7 +29,7 @@ class CustomCodec(ElementCodec):
 
     Args:
         label: name of the codec.
-        values, element_bytes: of an element.
+        values, element_bytes: number of values of an element, and its encoded bytes.
         implementation: a :class:`~reshard.Codec`; None in a plan that was read from text.
     """
 

@@ -25,15 +25,16 @@ class Policy:
     """The codec of each parallel dimension. Dimensions without one stay as they are.
 
     Args:
-        dp: of sums of gradients over data-parallel replicas: raw inside a host, encoded between hosts. Replicas on one
-            host are encoded among themselves. Also of the sums over pipeline stages that share a parameter.
-        pp: of transfers between pipeline stages: a codec, or ``(activations, gradients)``. A direction of an edge is
+        dp: codec of the sums of gradients over data-parallel replicas. They are raw inside a host and encoded between
+            hosts. If all replicas are on one host, they are encoded among them. The codec also serves the sums over
+            pipeline stages that share a parameter.
+        pp: codec of the transfers between pipeline stages, or ``(activations, gradients)``. A direction of an edge is
             encoded only where the simulation of the schedule says that the iteration gets shorter.
-        tp: of the panels and all-to-alls of :mod:`reshard.parallel`.
-        zero: of FSDP2's collectives: a codec, or ``(gathers of parameters, reduce-scatters of gradients)``.
-        optimizer: of moves of optimizer state by :func:`reshard.parallel.relayout`; also ``"bf16-lossless"``, for state
-            that is bf16.
-        force_pp: code all edges between stages, whatever the simulation says.
+        tp: codec of the panels and all-to-alls of :mod:`reshard.parallel`.
+        zero: codec of FSDP2's collectives, or ``(gathers of parameters, reduce-scatters of gradients)``.
+        optimizer: codec of the moves of optimizer state by :func:`reshard.parallel.relayout`. It may also be
+            ``"bf16-lossless"``, for state that is bf16.
+        force_pp: encode all edges between stages, whatever the simulation says.
         feedback: ``("dp",)``, ``("zero",)`` or both: each rank adds the errors of its codings to its next gradients, in
             sums over replicas or in FSDP2's reduce-scatters, but not in sums over stages. At 4 bits and more, training
             with Adam does not need it.

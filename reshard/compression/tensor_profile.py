@@ -54,7 +54,7 @@ class KindReport:
     """All tensors of a kind, of all steps and ranks.
 
     Attributes:
-        num_values: of the tensors that count.
+        num_values: number of values of the tensors that count.
         exponent_bits: entropy of their exponents as bf16, of 8 bits.
         codecs: a report per block codec.
     """

@@ -26,8 +26,8 @@ def new_group(
     of other groups.
 
     Args:
-        ranks: of the group.
-        timeout: of its collectives.
+        ranks: ranks of the group.
+        timeout: timeout of its collectives.
         backend: as in ``torch.distributed.new_group``.
         shares_thread: whether a Gloo group uses the network thread of the default process group. Many groups then use
             little CPU time while they are idle, but no more than one core for network traffic.
@@ -71,7 +71,7 @@ def make_device_mesh(ranks: torch.Tensor, axes: Sequence[str], device_type: str,
         ranks: global ranks, one dim for each axis.
         axes: names of the axes.
         device_type: such as "cpu".
-        timeout_seconds: of the process groups.
+        timeout_seconds: timeout of the process groups.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh

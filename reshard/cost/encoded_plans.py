@@ -30,7 +30,7 @@ def encoded_makespan(
     * Each rank has a core for each of the two.
 
     Args:
-        rate: of the codec, or one for each tensor of the plan, None where it is not encoded.
+        rate: rates of the codec, or a list with rates for each tensor of the plan, None where it is not encoded.
         topology: hosts, rates and latencies; omitted, those of the plan.
         encodes_first: ranks encode everything before the transfer, as calls with ``max_error`` do.
     """

@@ -31,7 +31,7 @@ class LayerSizes:
         hidden: features of its output.
         sequence: tokens of one row.
         products: ``(in, out)`` of each matrix product. Projections that share an input count as one product.
-        num_heads, head_size: of its attention; ``num_heads`` is 0 if it has none.
+        num_heads, head_size: number and size of the heads of its attention; ``num_heads`` is 0 if it has none.
         num_norms: normalizations over all features.
         num_entries: entries of an embedding of ``hidden`` features.
 
@@ -78,11 +78,11 @@ class GridLoad:
     """A grid, the costs of collectives on it, and the tokens of one batch.
 
     Attributes:
-        rows, cols, depth: the shape.
+        rows, cols, depth: shape of the grid.
         tokens: number of tokens of each row of the grid, in the depth layer with the most tokens.
-        axis_costs: by axis name.
+        axis_costs: costs of collectives by axis name.
         itemsize: bytes of an element of activations and weights on the wire.
-        gradient_bytes: of an element of a gradient.
+        gradient_bytes: bytes of an element of a gradient.
         panel, keep_inputs: see :class:`~reshard.parallel.Linear`.
         encoded_ratio: bytes on the wire per byte of a message of a matrix product.
         coding_seconds: seconds to encode and decode one element that a rank receives. Computation does not hide them.

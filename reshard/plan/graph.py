@@ -17,7 +17,7 @@ def build_hop_graph(transfers: Transfers, message_bytes: np.ndarray, host: np.nd
 
     Args:
         message_bytes: bytes of each transfer.
-        host: of each rank.
+        host: host of each rank.
     """
     import networkx as nx
 

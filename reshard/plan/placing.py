@@ -43,12 +43,12 @@ class Placing:
     """The frames of boxes and pods, and the curves of arrows.
 
     Attributes:
-        height: of the drawing.
+        height: height of the drawing.
         frames: one per box.
         pods: frames of pods in columns, by number.
         pod_arcs: for a ring, the number of a pod and the angles at which its boxes begin and end.
         curves: one per arrow: the four control points of a cubic curve.
-        widths: of the arrows.
+        widths: widths of the arrows.
     """
 
     height: float

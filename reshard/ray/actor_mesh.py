@@ -160,7 +160,7 @@ class ActorMesh:
         """Create an array whose shards the actors compute: ``function(index)`` returns ``whole[index]``.
 
         Args:
-            shape, dtype: of the whole array.
+            shape, dtype: shape and dtype of the whole array.
             spec: how the mesh shards it.
             function: picklable; takes a tuple of slices and returns a NumPy array or torch tensor.
         """
@@ -214,7 +214,7 @@ class ShardedArray:
 
     Attributes:
         layout: how the ranks of ``mesh`` shard the array.
-        shape, dtype: of the whole array.
+        shape, dtype: shape and dtype of the whole array.
         lost: ranks whose shards are missing because their actors died. Only calls with ``on_loss="recover"`` leave any.
     """
 

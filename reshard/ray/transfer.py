@@ -189,7 +189,7 @@ def run(
         args: further arguments of the function. In place of a :class:`ShardedArray`, also inside a dict, list or tuple,
             each actor gets its own shard (not a copy), or None if it has no shard.
         timeout_seconds: time within which all actors must return.
-        backend: of the world, as for ``init_process_group``. It must include Gloo for the CPU.
+        backend: backend of the world, as for ``init_process_group``. It must include Gloo for the CPU.
 
     Returns:
         The results in rank order.

@@ -177,7 +177,7 @@ class Device:
             group: its key.
             keys: by tensor name, the keys of the source shard and of the new shard; None if this actor has none.
             specs: by tensor name, source layout, destination layout, shape, dtype and result dtype.
-            options: of :func:`reshard.reshard`.
+            options: options of :func:`reshard.reshard`.
             version_keys: by tensor name, the keys of the shards of an earlier version, of the source and of the
                 destination.
 

@@ -116,7 +116,7 @@ def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
 
     Args:
         roots: where the backward starts.
-        gradients: of the roots, each of the shape of its root.
+        gradients: gradients of the roots, each of the shape of its root.
     """
     if torch._C._are_functorch_transforms_active() or any(type(root) is not torch.Tensor for root in roots):
         torch.autograd.backward(roots, gradients)

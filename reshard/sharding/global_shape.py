@@ -29,7 +29,7 @@ def find_global_shape(what: str, sizes: Mapping[int, Sequence[int]], layout: Lay
     Args:
         what: names the tensor in errors.
         sizes: shape of the shard of each rank.
-        layout: of the shards. A RegionLayout states the shape by itself.
+        layout: layout of the shards. A RegionLayout states the shape by itself.
 
     Raises:
         ArgumentError: a rank of the layout has no shard, or no global shape gives the ranks shards of these sizes.

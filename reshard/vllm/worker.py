@@ -29,7 +29,7 @@ class InitInfo(WeightTransferInitInfo):
     """How the workers of an engine find the trainer.
 
     Attributes:
-        host, port: of the ``torch.distributed.TCPStore`` that the trainer shares.
+        host, port: host and port of the ``torch.distributed.TCPStore`` that the trainer shares.
         name: what the trainer publishes.
         memory_bytes: memory for data in transit on each worker, beyond two copies of the weights.
         join_seconds, transfer_seconds: how long others may take to connect, and limit of each transfer.

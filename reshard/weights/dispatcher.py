@@ -36,7 +36,7 @@ class Outcome:
 
     Attributes:
         error: what failed; None: all data has left.
-        digests: of the trainer's weights, by engine.
+        digests: digests of the trainer's weights, by engine.
         totals: digests of whole tensors, by name.
         times: seconds by what they measure, see :class:`reshard.weights.publisher.PublishReport`.
         values: numbers and strings of the trainer's state.
@@ -58,7 +58,7 @@ class _Job:
         results: ``""`` for each engine that holds it, or why it does not.
         attempts: number of times that it was sent to each engine.
         phase: ``"ping"``, ``"send"`` or ``"confirm"``.
-        deadline: of the phase.
+        deadline: deadline of the phase.
         answered: ``(id of the team, rank)`` of those who answered the last ping.
         engines: engines to which it is being sent.
         base: the version that these engines hold, if the new one travels as differences.

@@ -40,7 +40,7 @@ class Receiver:
         team: the engine.
         manifest: its model.
         installer: puts versions into it.
-        options: of its routes.
+        options: options of its routes.
 
     Attributes:
         live: the version in the model.

@@ -37,7 +37,7 @@ class Sender:
         manifest: its model.
         snapshot: what to send. It is there before the dispatcher hears of a version.
         end: is called with the outcome of each version.
-        options: of its routes.
+        options: options of its routes.
         compression: ``"delta"``, ``"lossless"`` or None; see :class:`reshard.weights.Publisher`.
     """
 

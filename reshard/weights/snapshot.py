@@ -18,13 +18,13 @@ from reshard.weights.model.quantize import Quantizer
 
 
 class Snapshot:
-    """The local shards of one version. One thread copies, another one sends; never both at once.
+    """The local shards of one version. One thread copies and another one sends, but never both at once.
 
     Args:
-        reader: of the model.
-        manifest: of the model when it was first read.
-        dtype: dtype of floating-point tensors; None: their own.
-        quantizer: of tensors that are published in float8.
+        reader: reader of the model.
+        manifest: manifest of the model when it was first read.
+        dtype: dtype of floating-point tensors; None to keep theirs.
+        quantizer: quantizer of tensors that are published in float8.
         on_host: whether the copy is in host memory.
         keeps_base: whether the version before is kept, too.
 
@@ -83,7 +83,7 @@ class Snapshot:
         """Copy the weights of a model.
 
         Args:
-            state: of the model.
+            state: state of the model.
             measured: what all ranks have measured for the quantizer.
             version: number of the version.
             last: number of the last version that all ranks have published; None if there is none.

@@ -137,7 +137,7 @@ def correct_profile(
 
     Args:
         problem: the search that chose the training plan.
-        timelines: of steps of the training plan, whose transfers do not block.
+        timelines: timelines of steps of the training plan, whose transfers do not block.
     """
     profile = problem.profile
     if len(problem.profiles) > 1:

@@ -24,7 +24,7 @@ class CodecChoice:
     """The codecs of a pipeline's edges, and why.
 
     Attributes:
-        codecs: of the encoded channels.
+        codecs: codecs of the encoded channels.
         schedule: built for the pipeline with these codecs.
         raw_seconds, seconds: simulated iteration without and with the codecs.
         gains: for each channel that was tried, the seconds that coding it saves in the end.
@@ -73,7 +73,7 @@ def choose_codecs(
         pipeline: with the costs of stages; those of edges are not used.
         build: the schedule of a pipeline with costs.
         price: an edge with the costs of its codecs.
-        codecs: of activations, and of their gradients; None: leave them raw.
+        codecs: codecs of activations, and of their gradients; None: leave them raw.
         is_forced: code every channel.
     """
     wanted: dict[StageChannel, str] = {}

@@ -78,7 +78,7 @@ class Agreement:
         Args:
             ties: for each parameter that several stages share, ``{stage: its name in the stage}``.
             modules: ``{stage: module}`` of this rank, parallelized.
-            meshes: of all stages.
+            meshes: meshes of all stages.
         """
         own = []
         for number, tie in enumerate(ties):

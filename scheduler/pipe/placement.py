@@ -53,7 +53,7 @@ def make_device_mesh(mesh: Mesh, device: Any, group: Any, timeout_seconds: float
     Only the ranks of ``mesh`` call this.
 
     Args:
-        mesh: of the stage, with ranks of ``group``.
+        mesh: mesh of the stage, with ranks of ``group``.
         device: device of the stage.
         group: process group; None: the world.
         timeout_seconds: time limit of each collective of the new process groups.

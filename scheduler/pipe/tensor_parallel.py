@@ -20,7 +20,7 @@ def find_plan(
     """The tensor-parallel plan of a stage: from its placement, else the default, else the model's own ``_tp_plan``.
 
     Args:
-        placement: of the stage.
+        placement: placement of the stage.
         model: the whole model.
         default: plan of stages whose placement has none.
         stage: index of the stage, for errors.
@@ -106,7 +106,7 @@ def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, An
     """Shard the modules of a stage that the plan names, in place. Tied parameters stay tied.
 
     Args:
-        module: of the stage.
+        module: module of the stage.
         device_mesh: one-dimensional, of the tensor-parallel ranks.
         plan: as :func:`find_plan` returns it; names of other stages' modules are ignored.
         moves_data: whether to broadcast the values of the first rank. If False, the ranks need not call together.
@@ -143,7 +143,7 @@ def put_on_grid(
     """Shard the modules of a stage over a grid. Returns the module to run.
 
     Args:
-        module: of the stage.
+        module: module of the stage.
         device_mesh: with the axes depth, sample and col.
         timeout_seconds: time limit of each collective.
         keep_inputs: see :func:`reshard.parallel.parallelize`.

@@ -21,7 +21,7 @@ class Loader:
 
     Args:
         num_samples: number of samples of a batch.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
 
     Raises:
         ArgumentError: ``num_samples`` is less than 1.
@@ -71,7 +71,7 @@ class TokenLoader(Loader):
         tokens: one-dimensional array of integers; may be memory-mapped.
         num_samples, sequence: shape of a batch.
         vocabulary: tokens are from 0 to ``vocabulary - 1``.
-        seed: of the order.
+        seed: seed of the order.
 
     Raises:
         ArgumentError: there are too few tokens for one window; from ``batch``: a token is not in the vocabulary.

@@ -42,16 +42,16 @@ class Job:
     """A training run, the same on all ranks.
 
     Attributes:
-        name: of the run, for messages.
+        name: name of the run, for messages.
         preset: the model and how it is trained.
         steps: the number of the last step.
         stages: dp x tp of each stage.
-        layers: of each stage; empty: of the preset.
+        layers: number of layers of each stage; empty for those of the preset.
         schedule: name of a schedule.
-        compression: text of a policy; None: nothing is encoded.
-        data: file of tokens; None: the text that Python ships.
+        compression: text of a policy; None to encode nothing.
+        data: file of tokens; None for the text that Python ships.
         warmup: steps in which the learning rate grows.
-        seed: of the parameters and of the order of the data.
+        seed: seed of the parameters and of the order of the data.
         device: "cpu" or "cuda".
         log_every: steps between messages and measured times.
         eval_every: steps between evaluations; 0: at the end only.
@@ -100,7 +100,7 @@ class TrainResult:
 
     Attributes:
         start: first step of this run.
-        losses: of each of its steps.
+        losses: loss of each of its steps.
         held_out: loss on held-out data at the end.
         skipped: steps that were not finite and changed no parameter.
     """

@@ -122,8 +122,8 @@ class Report:
         """Write ``trace.json`` of the measured step, and the pictures ``losses.png`` and ``schedule.png``.
 
         Args:
-            name: of the run.
-            schedule: of a step.
+            name: name of the run.
+            schedule: schedule of a step.
             measured: its last measured step; None if there was none.
             predicted: the simulated step.
 

@@ -93,7 +93,7 @@ def wire_source(
     """A source shard as the plan's tensor ``spec`` sends it: encoded or cast while it is sent, or unchanged.
 
     Args:
-        device_type: of the transfer. A transfer on a stream sends shards that are encoded before.
+        device_type: device type of the transfer. A transfer on a stream sends shards that are encoded before.
     """
     if spec.codec is None or array is None:
         return cast_source(array, spec.dtype)

@@ -35,8 +35,8 @@ class EncodedBucket:
 
     Attributes:
         buffer: flat uint8: the bucket, then zero padding.
-        nbytes: of the bucket.
-        digest, base_digest: of the plain bytes of all regions, and of those of the base; None if not requested.
+        nbytes: bytes of the bucket.
+        digest, base_digest: digests of the plain bytes of all regions, and of those of the base; None if not requested.
     """
 
     buffer: np.ndarray
@@ -138,7 +138,7 @@ def decode_bucket(
 
     Args:
         data: what :func:`encode_bucket` made; more bytes may follow.
-        side: of the layout that the shards belong to.
+        side: side of the layout that the shards belong to.
 
     Returns:
         The digest of the plain bytes, if asked for.

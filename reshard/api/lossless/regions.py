@@ -29,7 +29,7 @@ class Bucket:
     """The regions that travel from ``holders`` to ``receivers``, in an order that is the same on all ranks.
 
     Attributes:
-        nbytes: of all regions.
+        nbytes: bytes of all regions.
     """
 
     holders: tuple[int, ...]

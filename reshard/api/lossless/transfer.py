@@ -75,7 +75,7 @@ class LosslessTransfer:
     Args:
         codec: ``"delta"`` or ``"bf16-lossless"``.
         specs: the tensors before encoding.
-        arrays: of this rank.
+        arrays: arrays of this rank.
         purpose: names the caller in errors of the rounds.
         verify: also compare digests of the destination shards with digests of the source.
         lost: in a fault-tolerant call, the ranks lost before it; otherwise None.

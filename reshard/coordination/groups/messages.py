@@ -47,7 +47,7 @@ class TensorRequest:
     """What one rank passes for one tensor.
 
     Attributes:
-        shape, dtype: of the global tensor; None if the rank does not know it.
+        shape, dtype: shape and dtype of the global tensor; None if the rank does not know it.
         dst_dtype: dtype of the result; None: ``dtype``.
         is_dtensor: whether the rank passes a DTensor. If any rank does, all ranks of a destination DeviceMesh get one.
         local, out: ``(shape, dtype)`` of the source shard and of the array to fill; None if there is none.

@@ -57,7 +57,7 @@ def has_ended(store: Store, rank: int, seconds: float = STORE_SECONDS) -> bool:
     """Whether the process of a rank is known to have ended, or to have closed its group.
 
     Args:
-        store: of the group.
+        store: store of the group.
         rank: in the group.
         seconds: how long to wait for the store.
     """

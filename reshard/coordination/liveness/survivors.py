@@ -45,7 +45,7 @@ def propose_exclusion(group: Group, lost: Collection[int], decision: Decision | 
 
     Args:
         lost: the ranks to exclude.
-        decision: of the round that this rank decides, if it does.
+        decision: decision of the round, if this rank decides it.
         attempt: number of that round on this rank.
 
     Returns:

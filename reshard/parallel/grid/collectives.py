@@ -34,7 +34,7 @@ class Axis:
         group: their process group.
         ranks: global ranks.
         index: position of this rank.
-        timeout: of the process groups that the axis makes; default: the backend's.
+        timeout: timeout of the process groups that the axis makes; default: the backend's.
         failures: errors of the collectives of this rank, shared by the axes of a grid.
         explain: makes the error to raise after a collective failed; default: one that names the ranks of the axis.
     """

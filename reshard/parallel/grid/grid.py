@@ -41,8 +41,8 @@ class Grid:
 
     Args:
         device_mesh: a ``DeviceMesh`` whose axes are named ``("depth", "row", "col")``, in this order.
-        timeout_seconds: of the process groups that the grid creates; default: the backend's. The groups of the mesh
-            keep their time-outs.
+        timeout_seconds: timeout of the process groups that the grid creates; default: the backend's. The groups of the
+            mesh keep their timeouts.
 
     Attributes:
         depth, rows, cols: sizes of the axes.
@@ -105,7 +105,7 @@ class Grid:
         Args:
             rows, cols, depth: shape of the grid.
             device_type: such as "cpu".
-            timeout_seconds: of each collective of the grid.
+            timeout_seconds: timeout of each collective of the grid.
 
         Raises:
             MeshError: a size is not a positive integer, or the group has another number of ranks.

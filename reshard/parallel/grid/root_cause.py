@@ -31,7 +31,7 @@ class RootCauseFinder:
 
     Args:
         ranks: global ranks of the grid, the same on all ranks.
-        shape: of the grid, the same on all ranks.
+        shape: shape of the grid, the same on all ranks.
         timeout_seconds: how long to wait for the other ranks.
 
     Raises:

@@ -86,7 +86,7 @@ class SharedMemory:
     Args:
         axis: the ranks.
         processes: their process ids.
-        descriptors: of their memory, in this process; they end with this object.
+        descriptors: file descriptors of their memory, in this process. They end with this object.
         control: the beginning of the memory of each, mapped.
     """
 
@@ -298,9 +298,9 @@ class Message:
     """A collective of this rank that is under way.
 
     Attributes:
-        kind: its name.
-        nbytes: that each rank has for this one.
-        dtype: of what they have.
+        kind: name of the collective.
+        nbytes: bytes that each rank has for this rank.
+        dtype: dtype of these bytes.
         make: makes the result of :meth:`SharedMemory.read`.
     """
 

@@ -47,7 +47,7 @@ class SumAgreement:
 
     Args:
         axis: an axis of a grid. All its ranks make one.
-        device: of the gradients.
+        device: device of the gradients.
 
     Attributes:
         unfinished: sums that run during a backward, or that did not end.

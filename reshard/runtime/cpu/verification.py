@@ -30,7 +30,7 @@ class Digests:
 
     Attributes:
         sent, received: by message id.
-        replicas: of source tiles that other ranks also hold, from :class:`Replicas`.
+        replicas: replicas of source tiles that other ranks also hold, from :class:`Replicas`.
     """
 
     def __init__(self) -> None:
@@ -219,9 +219,9 @@ def compare_digests(
     """Compare the digests of all ranks after a transfer. Every rank of the plan must call this.
 
     Args:
-        hops: of the plan.
+        hops: hops of the plan.
         rank: this rank.
-        digests: of this rank.
+        digests: digests of this rank.
         transport: sends and receives.
         tag: no other messages use it.
         wait: ``wait(work, rank)`` waits for a send to a rank, or for a receive from it.

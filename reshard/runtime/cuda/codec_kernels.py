@@ -26,8 +26,8 @@ class _Kind(NamedTuple):
     """Constants of a codec, as in ``native/codecs/blocks.h``.
 
     Attributes:
-        scale_bytes, code_bytes: of a block.
-        largest_exponent, carry: of the power-of-two scale.
+        scale_bytes, code_bytes: bytes of the scale and of the codes of a block.
+        largest_exponent, carry: largest exponent and carry of the power-of-two scale.
     """
 
     scale_bytes: int

@@ -93,7 +93,7 @@ class _Regions:
         of_row: the region of each.
         tensor: number of the tensor.
         starts, stops: ``(regions, ndim)``, of the first box.
-        nbytes: of one message.
+        nbytes: bytes of one message.
         root: the rank that all others receive it from.
         is_direct: whether it consists of whole rows.
     """

@@ -70,7 +70,7 @@ class Step:
         pack_tables, pack_views: copied into the buffer before the exchange.
         unpack_tables, unpack_views: copied out of the buffer after the exchange.
         after_unpack: the last step whose unpacked data the sends of this one read; -1 if none.
-        extra_bytes: of the second buffer that it uses.
+        extra_bytes: bytes of the second buffer that it uses.
     """
 
     recvs: tuple[Part, ...]

@@ -101,7 +101,7 @@ def share_memory(group: Any, own: int, ranks: Sequence[int], limit: timedelta) -
         group: Gloo's process group.
         own: number of this rank in it.
         ranks: all ranks.
-        limit: of each round.
+        limit: limit of each round.
 
     Returns:
         The connections; None if there are none.

@@ -197,8 +197,8 @@ def find_rules(
 
     Args:
         given: by the user; None: those of the families that fit.
-        shapes: of the source, by name.
-        wanted: of the destination.
+        shapes: shapes of the source, by name.
+        wanted: shapes of the destination.
 
     Raises:
         ArgumentError: a rule of the user does not fit the tensors.

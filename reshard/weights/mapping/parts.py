@@ -49,7 +49,7 @@ class Part:
 
     Attributes:
         source: name of the source tensor.
-        region: of it.
+        region: region of the source tensor.
         place: the region of the made tensor.
         dims: the dim of the made tensor along which each dim of the source runs; -1 for a dim of which the region has
             one slice. Other dims of the made tensor have one slice too.

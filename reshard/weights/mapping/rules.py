@@ -244,7 +244,7 @@ class Rope(_Rule):
     Face's Llama rotates row ``i`` of the first half of a head with row ``i`` of the second half.
 
     Attributes:
-        name: of the tensors, with heads along their first dim.
+        name: name of the tensors, with heads along their first dim.
         head_dim: number of rows of a head, even.
         to: order on the destination: ``"halves"`` (Hugging Face) or ``"pairs"``; the source has the other one.
     """
@@ -406,8 +406,8 @@ def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[s
 
     Args:
         rules: in the order in which they apply.
-        shapes: of the source, by name.
-        wanted: of the destination.
+        shapes: shapes of the source, by name.
+        wanted: shapes of the destination.
 
     Raises:
         ArgumentError: a rule does not fit the tensors.

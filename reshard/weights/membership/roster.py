@@ -30,7 +30,7 @@ class Member:
 
     Attributes:
         kind: ``"trainer"`` or ``"engine"``.
-        id: of the team.
+        id: id of the team.
         manifest: its model.
     """
 
@@ -53,7 +53,7 @@ class Latest:
     Attributes:
         version: its number.
         trainer: id of the trainer.
-        digests: of each tensor that travels whole, by the trainer's names.
+        digests: digests of each tensor that travels whole, by the trainer's names.
         values: numbers and strings of its state.
     """
 

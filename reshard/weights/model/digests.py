@@ -26,7 +26,7 @@ def add_digests(digests: np.ndarray, where: np.ndarray, count: int) -> np.ndarra
     """The digests of unions of disjoint regions, 64-bit as those of the regions.
 
     Args:
-        digests: of the regions.
+        digests: digests of the regions.
         where: the number of the union that each region belongs to.
         count: number of unions.
     """

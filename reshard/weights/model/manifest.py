@@ -19,7 +19,7 @@ class Entry:
     """One tensor of a model.
 
     Attributes:
-        shape, dtype: of the whole tensor.
+        shape, dtype: shape and dtype of the whole tensor.
         held: the ranks of the model that hold parts of it, ascending, each with its regions as in
             :attr:`reshard.weights.model.holdings.Holding.boxes`.
     """

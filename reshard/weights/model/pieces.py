@@ -36,8 +36,8 @@ class Side:
     """A region of one tensor, as the source or the destination of a piece.
 
     Attributes:
-        name: of the tensor.
-        region: of it.
+        name: name of the tensor.
+        region: region of the tensor.
         dims: the dim of the tensor along which each dim of the piece runs. Along other dims the region has one slice.
     """
 
@@ -98,7 +98,7 @@ class Piece:
 
     Attributes:
         source, target: the region in both models. For tied tensors, under the first name.
-        shape: of the piece.
+        shape: shape of the piece.
         dtype: that of the source.
     """
 
@@ -111,7 +111,7 @@ class Piece:
         """The destination of a region of the source.
 
         Args:
-            region: of the source, inside the piece.
+            region: region of the source, inside the piece.
             along: the dims of the source along which a piece runs.
         """
         of_dim = dict(zip(self.source.dims, self.target.dims, strict=True))
@@ -310,7 +310,7 @@ class Specs:
         """The tensor of a plan for a bundle; several pieces are stacked along a new first dim.
 
         Args:
-            name: of the tensor in the plan.
+            name: name of the tensor in the plan.
         """
         first = next(iter(bundle[0].values()))
         held, wanted = self._held(bundle[0])

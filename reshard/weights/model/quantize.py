@@ -80,10 +80,10 @@ class Quantizer:
 
     Args:
         rules: which tensors.
-        manifest: of the model.
+        manifest: manifest of the model.
 
     Attributes:
-        manifest: of the quantized model.
+        manifest: manifest of the quantized model.
 
     Raises:
         ArgumentError: a rule matches no tensor, or one that cannot be quantized.
@@ -270,7 +270,7 @@ def _bands(
 
     Args:
         boxes: the regions that are joined in the array.
-        rows: of a block.
+        rows: number of rows of a block.
     """
     dim, at = join_dim(boxes), 0
     for box in boxes:

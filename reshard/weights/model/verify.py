@@ -172,7 +172,7 @@ class Checker:
         """Compare digests of the trainer with those of the ranks of an engine.
 
         Args:
-            sent: of the whole trainer; see :func:`add_all`.
+            sent: digests of the whole trainer; see :func:`add_all`.
             landed: by rank.
 
         Raises:

@@ -28,7 +28,7 @@ class CodecCost:
 
     Attributes:
         ratio: encoded bytes of each byte of plain values.
-        encode_bytes_per_second, decode_bytes_per_second: of plain values, on one rank.
+        encode_bytes_per_second, decode_bytes_per_second: rates in bytes of plain values, on one rank.
     """
 
     ratio: float
@@ -91,9 +91,9 @@ class CodecCosts:
     """The codec of each kind of traffic inside stages, with its costs; None: raw.
 
     Attributes:
-        all_reduce: of gradients over replicas under DDP.
-        all_gather, reduce_scatter: of parameters and gradients under ZeRO 3.
-        panels: of matrix products on grids.
+        all_reduce: codec of the sums of gradients over replicas under DDP.
+        all_gather, reduce_scatter: codecs of the collectives of ZeRO 3 on parameters and gradients.
+        panels: codec of the panels of matrix products on grids.
         is_optional: whether each layer may leave its traffic raw where that is faster. This holds while the search
             looks for stages. It does not hold for the chosen training plan, because an engine has one policy for all
             stages.
@@ -112,7 +112,7 @@ class CodecCosts:
         """The codecs of a policy, with their costs.
 
         Args:
-            dtype: of activations.
+            dtype: dtype of activations.
             weight, gradient: bytes of a parameter and of its gradient.
         """
         if policy is None:

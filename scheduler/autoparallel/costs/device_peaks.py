@@ -45,7 +45,7 @@ def peak_of_stages(costs: Sequence[StageCost], stages: Sequence[int], codes: Seq
     works at the peak.
 
     Args:
-        costs: of all stages.
+        costs: costs of all stages.
         stages: those of the pp rank.
         codes: its computations by number, in order.
     """

@@ -51,7 +51,7 @@ class EdgeCosts:
     Args:
         graph, cluster: the model and its devices.
         message_seconds: time of a message in addition to that of its bytes.
-        codecs: of activations and of their gradients; each direction of an edge is encoded where that is faster.
+        codecs: codecs of activations and of their gradients; each direction of an edge is encoded where that is faster.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class EdgeCosts:
         """The priced edge between two stages, with its tensors and layouts.
 
         Args:
-            numbers: of the stages. Others: see :meth:`price`.
+            numbers: numbers of the stages. Others: see :meth:`price`.
         """
         made = make_edge(numbers, tensors, num_samples, src, dst)
         return replace(made, **vars(self.price(tensors, num_samples, src, dst)))

@@ -97,8 +97,8 @@ class _SharedStates(NamedTuple):
     """States of a layer on one rank, and what moves over the depth of a grid.
 
     Attributes:
-        all_gather_seconds: of parameters, in each forward and in each backward.
-        sync_seconds: of gradients, once in a step.
+        all_gather_seconds: time of all-gathers of parameters, in each forward and in each backward.
+        sync_seconds: time of sums of gradients, once in a step.
         is_encoded: whether all-gathers are encoded, so that computation does not hide them.
     """
 
@@ -218,9 +218,10 @@ def best_grids(
     has no more bytes of states and of activations, summed over all layers that can be on the grid.
 
     Args:
-        layers: of each class, one layer, and how many the model has.
-        shapes: of the grids.
-        rules, plain: of the search, and its choices without grids.
+        layers: one layer of each class, and how many of the class the model has.
+        shapes: shapes of the grids.
+        rules: rules of the search.
+        plain: choices of the search without grids.
         work: samples and microbatches.
         cost: the cost of a layer of a class, by its index in ``layers``, under a choice.
     """

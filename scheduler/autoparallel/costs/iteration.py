@@ -177,7 +177,7 @@ def _end_seconds(
 
     Args:
         ends: end of the last computation of each pp rank.
-        pp_ranks: of each stage.
+        pp_ranks: pp ranks of each stage.
     """
     done = list(ends)
     for pp_rank, cost in zip(pp_ranks, costs, strict=True):

@@ -56,9 +56,9 @@ class TiedSum:
     Attributes:
         layers: that share the parameters.
         stages: that have some of these layers.
-        nbytes: of the gradients that each stage sends to each other one, in all.
+        nbytes: bytes of the gradients that each stage sends to each other one, in all.
         seconds: from the time when all of its stages are ready.
-        codec: of the gradients on the wire; None: raw.
+        codec: codec of the gradients on the wire; None: raw.
         stage_bytes: for each of the stages, bytes of a device for what it receives and adds.
     """
 
@@ -114,9 +114,9 @@ class TiedCosts:
 
     Args:
         graph, cluster: the model and its devices.
-        gradient_bytes: of a parameter.
+        gradient_bytes: bytes of the gradient of a parameter.
         message_seconds: fixed time of a message.
-        codec: of gradients.
+        codec: codec of gradients.
         is_optional: whether it is used only where it is faster.
         min_ratio: bytes on the wire of each byte of gradients, at least.
     """

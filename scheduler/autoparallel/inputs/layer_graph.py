@@ -97,7 +97,7 @@ class Tensor:
     """A tensor that one layer writes and later layers read.
 
     Args:
-        name, dtype: of the tensor.
+        name, dtype: name and dtype of the tensor.
         shape: for one sample, with the dim of the samples first: ``(1, 1024, 768)`` has 1024 x 768 elements a sample.
         writer: index of the layer that writes it.
         readers: indices of the layers that read it, ascending.

@@ -60,7 +60,7 @@ def interleaved(problem: SearchProblem, plain: Sequence[Candidate], limit_second
 
     Args:
         plain: candidates with one stage on each mesh, the best first.
-        limit_seconds: of the best known plan; slower estimates do not count.
+        limit_seconds: time of the best known plan; slower estimates do not count.
     """
     kinds: dict[tuple[int, bool], list[Candidate]] = {}
     for count, meshes in _sequences(problem, plain):

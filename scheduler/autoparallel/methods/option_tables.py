@@ -37,8 +37,8 @@ class OptionTables:
         """Forward, backward, activation, fixed bytes, sync and ending bytes over ``[first, end]``.
 
         Args:
-            choice: of all layers.
-            place: of the stage.
+            choice: choice of all layers.
+            place: place of the stage.
             recomputed: part of the layers that are recomputed, from the first one on.
         """
         key = (replace(choice, recompute=False), place)

@@ -72,7 +72,7 @@ def find_grid_refusal(module: Any, values: Sequence[Value]) -> str | None:
     """Why a layer cannot be on a grid; None if it can.
 
     Args:
-        module: of the layer.
+        module: module of the layer.
         values: the tensors that it reads from other layers and writes.
     """
     for value in values:

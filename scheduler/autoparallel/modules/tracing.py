@@ -48,7 +48,7 @@ class TracedModel:
     Attributes:
         graph: the layers and the tensors between them.
         pipe: the model cut before every layer.
-        outline: of a batch.
+        outline: outline of a batch.
         stage_graph: what the layers exchange.
         autocast: dtype of ``torch.autocast``; None for that of the parameters.
     """
@@ -86,7 +86,7 @@ def trace_module(
             contain the wildcards of :mod:`fnmatch`, such as ``"layers.*"`` and ``"layers.[1-3]"``.
         loss, blocks, tp_plan: as for :class:`reshard.scheduler.Pipe`.
         max_tp: largest tensor-parallel degree that the plan allows, for example the number of heads.
-        name: of the graph; default: the class of the model.
+        name: name of the graph; default: the class of the model.
         autocast: as for :class:`reshard.scheduler.Pipe`.
 
     Raises:

@@ -23,7 +23,7 @@ class TrainingPlan(TrainingPlanRecord):
         method: the method that found it.
         stages: the stages, in order.
         layer_names: for each stage, the names of its layers.
-        num_microbatches, num_samples: of a step.
+        num_microbatches, num_samples: numbers of microbatches and of samples of a step.
         schedule_text: the schedule, as :func:`reshard.scheduler.parse_schedule` reads it.
         seconds: predicted seconds of a step, with the sums of gradients.
         bound_seconds: no plan of this model and profile on all devices is faster; with ``is_bound_of_parts``, no plan

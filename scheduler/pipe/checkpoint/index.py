@@ -52,7 +52,7 @@ class Entry:
     """A tensor of a checkpoint.
 
     Attributes:
-        dtype, shape: of the whole tensor.
+        dtype, shape: dtype and shape of the whole tensor.
         shards: boxes that together are the whole tensor, none of them twice.
     """
 

@@ -54,7 +54,7 @@ def check_model_entries(request: Request, numbers: Iterable[Sequence[int]]) -> N
 
     Args:
         request: the entries that this rank reads.
-        numbers: of each rank, what :func:`find_model_entries` returned.
+        numbers: for each rank, the numbers that :func:`find_model_entries` returned.
     """
     placed = {number for numbers_of_rank in numbers for number in numbers_of_rank}
     unused = [key for number, key in enumerate(request.model_keys()) if number not in placed]

@@ -32,7 +32,7 @@ class PickledCheckpoint:
     It has the attributes and methods of :class:`~.stored.StoredCheckpoint`.
 
     Args:
-        digests: of its files; empty if another program wrote it.
+        digests: digests of its files; empty if another program wrote it.
 
     Raises:
         ArgumentError: a file with a digest has changed, or ``.metadata`` cannot be read.

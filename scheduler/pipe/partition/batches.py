@@ -216,7 +216,7 @@ def check_same_values(digests: Mapping[int, Mapping[str, int]]) -> None:
     """Raise DisagreementError, on all ranks alike, if ranks pass batches with different values.
 
     Args:
-        digests: of each tensor, by rank and name.
+        digests: digests of each tensor, by rank and name.
     """
     (first, expected), *others = sorted(digests.items())
     for rank, own in others:
@@ -234,9 +234,9 @@ def common_outline(
     """The outline of the whole batch.
 
     Args:
-        outlines: of the batch of each rank that passes one.
+        outlines: outlines of the batch of each rank that passes one.
         settings: ``accumulate`` and ``local_batch`` of each rank.
-        meshes: of the stages.
+        meshes: meshes of the stages.
 
     Raises:
         ArgumentError: no rank passes a batch. DisagreementError: ranks pass different ones.

@@ -37,7 +37,7 @@ class Value:
     """A tensor that one stage writes and later stages read.
 
     Attributes:
-        name, dtype: of the tensor.
+        name, dtype: name and dtype of the tensor.
         shape: shape for a batch of one sample.
         sample_dim: dim whose size is proportional to the samples of the batch; None: all replicas have the whole
             tensor.
@@ -200,7 +200,7 @@ class FakeModel:
         """The error, as text, that a stage raises on a few samples of a batch; None if it raises none.
 
         Args:
-            outline: of the batch.
+            outline: outline of the batch.
             num_samples: how many.
             graph: for this outline.
             stage: index of the stage.

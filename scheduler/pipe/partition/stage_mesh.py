@@ -39,7 +39,7 @@ def num_samples_of_loss(mesh: Mesh, num_samples: int, own_samples: int) -> int:
     """Number of samples over which the loss of a rank is a mean.
 
     Args:
-        mesh: of the stage.
+        mesh: mesh of the stage.
         num_samples: number of samples of the microbatch.
         own_samples: number of its samples on this rank.
     """
@@ -55,7 +55,7 @@ def layout_of_tensor(mesh: Mesh, num_dims: int, sample_dim: int | None, *, has_f
     """The layout of a tensor between stages.
 
     Args:
-        mesh: of the stage.
+        mesh: mesh of the stage.
         num_dims: number of dims.
         sample_dim: the dim that grows with the samples of a batch; None: there is none.
         has_features: whether the last dim is one of features, which a grid divides over its columns.

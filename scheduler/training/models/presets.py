@@ -92,8 +92,8 @@ class UTransformerConfig:
     """Sizes of a U-Transformer for images of ``side`` x ``side`` pixels.
 
     Attributes:
-        channels: at the first resolution.
-        groups: of the group normalizations.
+        channels: number of channels at the first resolution.
+        groups: number of groups of each group normalization.
     """
 
     channels: int
@@ -153,12 +153,12 @@ class Preset:
 
     Attributes:
         config: sizes.
-        num_samples: of a global batch.
+        num_samples: number of samples of a global batch.
         learning_rate: at the end of the warm-up.
         autocast: dtype of the computations; empty: float32, the dtype of the parameters.
-        num_microbatches: of a step.
+        num_microbatches: number of microbatches of a step.
         stages: dp x tp of each stage.
-        layers: of each stage; empty: equal shares.
+        layers: number of layers of each stage; empty for equal shares.
     """
 
     config: GPTConfig | UTransformerConfig
