@@ -88,7 +88,7 @@ def draw_bar(parts: Sequence[tuple[float, str, str]], limit: float, scale_end: f
     """A bar of parts ``(value, colour, title)``, beside a line at the limit.
 
     Args:
-        parts: from left to right; titles may be any text.
+        parts: parts from left to right. Titles may be any text.
         limit: value of the line, which is shown if it is finite.
         scale_end: value at the right end; a larger limit or sum of the parts takes its place.
     """

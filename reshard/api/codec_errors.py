@@ -25,7 +25,7 @@ def encode_measured(
 
     Args:
         agreement: agreement of the call.
-        plan: with the codecs.
+        plan: plan with the codecs.
 
     Returns:
         The encoded shards by tensor, the tensors over the limit, and the ranks that were lost in the agreement.

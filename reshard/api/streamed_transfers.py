@@ -23,7 +23,7 @@ class StreamedTransfers:
 
     Args:
         agreed: the plan and this rank's part of it, with a runner.
-        communicator_index: which of the NCCL communicators between the ranks of the channel to use.
+        communicator_index: index of the NCCL communicator to use, among those between the ranks of the channel.
         timeout_seconds: limit for connecting the ranks, and of each transfer.
         keeps_runner: leave the buffers and tables with the channel, for the next call.
     """

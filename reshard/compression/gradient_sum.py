@@ -54,7 +54,7 @@ class GradientSum:
         average: divide by the number of ranks.
         feedback: add each rank's coding errors to its next gradients. The errors are kept by parameter name, and are in
             :meth:`state_dict`. At 4 bits and more, training with Adam does not need it.
-        module: for :func:`~reshard.compression.ddp_hook` with ``feedback``: the module inside DDP.
+        module: the module inside DDP, for :func:`~reshard.compression.ddp_hook` with ``feedback``.
 
     Attributes:
         names: parameter names of ``module`` by ``id``.

@@ -138,7 +138,7 @@ class Channel:
         """As :meth:`transport`, between devices.
 
         Args:
-            number: which communicator to use.
+            number: number of the communicator to use.
             rounds: the ranks that exchange messages in them are connected.
         """
         if len(self.members) == 1:

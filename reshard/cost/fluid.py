@@ -87,7 +87,7 @@ def flow_until(
 
     Args:
         network: the messages and ports.
-        cutoff: in seconds.
+        cutoff: limit on the simulated time, in seconds.
         most_operations: limit on the work. An operation takes a few nanoseconds. The count is the same everywhere.
 
     Raises:

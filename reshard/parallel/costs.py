@@ -104,7 +104,7 @@ def find_product_seconds(
     Args:
         products: the products.
         flows: their dataflows.
-        axis_costs: by axis, with "row" and "col".
+        axis_costs: costs by axis, with "row" and "col".
         itemsize: bytes of an element on the wire.
     """
     row, col = axis_costs["row"], axis_costs["col"]

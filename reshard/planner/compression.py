@@ -80,7 +80,7 @@ def compress_tensors(
             or none. Tensors with another layout or dtype than the rest, such as tensors inside one host, may get
             another codec, or none, if the prediction says so.
         max_error: with ``"auto"``: largest usual error of a codec to choose. None allows no lossy codec.
-        topology: with ``"auto"``: has the rates of the codecs to choose from.
+        topology: topology with the rates of the codecs among which ``"auto"`` chooses.
         plan: plans tensors on this topology.
         wire_dtypes: dtypes of tensors that travel raw; default: those of the sources.
         encodes_first: whether ranks encode all tensors before they move any.

@@ -34,7 +34,7 @@ class PublishReport:
     Attributes:
         version: the version.
         engines: for each engine that was there, ``""`` if it holds the version, else why not.
-        seconds: from the first byte to the last one, on this rank.
+        seconds: time from the first byte to the last one, on this rank.
         bound_seconds, predicted_seconds: lower bound and prediction of that time, for the links of the topology.
         nbytes: bytes of the model.
         base: the version to which differences referred in the last transfer; None if all engines got whole tensors.

@@ -36,7 +36,7 @@ class Sender:
         team: the trainer.
         manifest: its model.
         snapshot: what to send. It is there before the dispatcher hears of a version.
-        end: is called with the outcome of each version.
+        end: function that is called with the outcome of each version.
         options: options of its routes.
         compression: ``"delta"``, ``"lossless"`` or None; see :class:`reshard.weights.Publisher`.
     """

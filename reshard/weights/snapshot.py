@@ -30,7 +30,7 @@ class Snapshot:
 
     Attributes:
         arrays, values: tensors, and numbers and strings, by name.
-        version: which one it is; None while there is none.
+        version: number of the version; None before the first one.
         base, base_version: the tensors of the version that was published before it, and its number.
     """
 

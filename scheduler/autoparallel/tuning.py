@@ -63,7 +63,7 @@ class Tuned:
     Attributes:
         rounds: what was measured, in order; the first training plan is that of the profile alone.
         training_plan: the one with the fewest measured seconds.
-        profile: with the times of all rounds.
+        profile: profile with the times of all rounds.
         is_settled: whether the last search chose a training plan that had been measured.
     """
 

@@ -70,7 +70,7 @@ def choose_codecs(
     less than :data:`MIN_SHARE` of the iteration, the least useful first.
 
     Args:
-        pipeline: with the costs of stages; those of edges are not used.
+        pipeline: pipeline with the costs of stages. Costs of edges are not used.
         build: the schedule of a pipeline with costs.
         price: an edge with the costs of its codecs.
         codecs: codecs of activations, and of their gradients; None: leave them raw.

@@ -144,7 +144,7 @@ def put_on_grid(
 
     Args:
         module: module of the stage.
-        device_mesh: with the axes depth, sample and col.
+        device_mesh: mesh with the axes depth, sample and col.
         timeout_seconds: time limit of each collective.
         keep_inputs: see :func:`reshard.parallel.parallelize`.
 

@@ -82,10 +82,10 @@ class _Times:
 
     Attributes:
         work: computation of a microbatch.
-        head: from the start of the step to the first forward.
-        trip: from the start of a forward to the end of its input-gradient pass, or of its whole backward.
-        hold: from the start of a forward until its activations are freed.
-        after: from the end of an input-gradient pass to the end of the step.
+        head: time from the start of the step to the first forward.
+        trip: time from the start of a forward to the end of its input-gradient pass, or of its whole backward.
+        hold: time from the start of a forward until its activations are freed.
+        after: time from the end of an input-gradient pass to the end of the step.
     """
 
     def __init__(self, pipeline: Pipeline, pp_rank_of_stage: Sequence[int], can_split: bool) -> None:

@@ -51,7 +51,7 @@ class Report:
         folder: where to write. It is created.
         start: number of steps that an earlier run has done. Lines of later steps are dropped. If it is 0, an earlier
             ``losses.csv`` becomes ``losses.previous.csv``.
-        warn: is called with the text of a warning.
+        warn: function that is called with the text of a warning.
 
     Raises:
         ArgumentError: the folder cannot be written, another run writes it now, or ``losses.csv`` there is not one of

@@ -181,7 +181,7 @@ class LosslessTransfer:
 
         Args:
             error: what ended this rank's part of the transfer, or None.
-            received: from :meth:`arrays`.
+            received: arrays that :meth:`arrays` returned.
 
         Raises:
             ReshardError: a rank failed. The error says what the destination shards hold.

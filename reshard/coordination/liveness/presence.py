@@ -58,7 +58,7 @@ def has_ended(store: Store, rank: int, seconds: float = STORE_SECONDS) -> bool:
 
     Args:
         store: store of the group.
-        rank: in the group.
+        rank: rank of this process in the group.
         seconds: how long to wait for the store.
     """
     if not store.check([_key(rank)], seconds):

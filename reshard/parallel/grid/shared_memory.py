@@ -136,7 +136,7 @@ class SharedMemory:
 
         Args:
             kind: ``ALL_GATHER`` or ``EXCHANGE``.
-            parts: for each rank, or one for all of them.
+            parts: parts for each rank, or one part for all of them.
         """
         _copy(parts[self._index if len(parts) > 1 else 0], targets[self._index])
 

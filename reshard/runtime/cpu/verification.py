@@ -29,7 +29,7 @@ class Digests:
     """The digests of one rank in one transfer.
 
     Attributes:
-        sent, received: by message id.
+        sent, received: digests by message id.
         replicas: replicas of source tiles that other ranks also hold, from :class:`Replicas`.
     """
 

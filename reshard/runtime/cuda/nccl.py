@@ -58,7 +58,7 @@ class Communicator:
 
     Args:
         library: NCCL.
-        unique_id: from :meth:`Library.make_unique_id`, the same on all ranks.
+        unique_id: result of :meth:`Library.make_unique_id`, the same on all ranks.
         rank, size: this rank within the communicator, and the number of its ranks.
         timeout_seconds: limit for creating the communicator, and for launching a group.
         poll: called every 0.2 s during a wait; raises an error to end the wait.

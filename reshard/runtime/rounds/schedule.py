@@ -55,7 +55,7 @@ class Round:
 
     Attributes:
         recvs, sends: messages, in the plan's order.
-        broadcasts: in the same order on all ranks.
+        broadcasts: broadcasts in the same order on all ranks.
         joined: messages that are sent or received as one, after those of ``recvs`` and ``sends``; in the same order at
             both ends.
     """

@@ -196,7 +196,7 @@ def find_rules(
     """The rules between two models, and what they make of the tensors of the source.
 
     Args:
-        given: by the user; None: those of the families that fit.
+        given: rules of the user; None for those of the families that fit.
         shapes: shapes of the source, by name.
         wanted: shapes of the destination.
 

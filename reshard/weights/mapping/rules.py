@@ -405,7 +405,7 @@ def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[s
     """What rules make of the tensors of a source.
 
     Args:
-        rules: in the order in which they apply.
+        rules: rules in the order in which they apply.
         shapes: shapes of the source, by name.
         wanted: shapes of the destination.
 

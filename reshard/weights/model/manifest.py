@@ -39,7 +39,7 @@ class Manifest:
         tied: names of the same memory on some rank, each with the first one.
         values: what is not a tensor, by name.
         device: device type of the tensors; ``"cpu"`` unless all are elsewhere.
-        rules: from the trainer's tensors to these; None: those of the families that fit.
+        rules: rules from the trainer's tensors to these; None for those of the families that fit.
         takes_all: each rank takes every tensor of the trainer, whole; then ``entries`` is empty, see :meth:`resolve`.
     """
 

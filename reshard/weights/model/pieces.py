@@ -99,7 +99,7 @@ class Piece:
     Attributes:
         source, target: the region in both models. For tied tensors, under the first name.
         shape: shape of the piece.
-        dtype: that of the source.
+        dtype: dtype of the source.
     """
 
     source: Side
@@ -342,7 +342,7 @@ def gather_pieces(pieces: Mapping[int, Sequence[Piece]]) -> list[dict[int, Piece
     A region that goes to several tensors of one model, because only the source ties them, travels once for each.
 
     Args:
-        pieces: by the first rank of each destination model.
+        pieces: pieces by the first rank of each destination model.
     """
     by_source: dict[tuple[Side, int], dict[int, Piece]] = {}
     for first, of_model in pieces.items():

@@ -79,7 +79,7 @@ class Quantizer:
     """Quantizes the local shards of a model.
 
     Args:
-        rules: which tensors.
+        rules: rules that say which tensors are quantized.
         manifest: manifest of the model.
 
     Attributes:

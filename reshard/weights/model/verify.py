@@ -173,7 +173,7 @@ class Checker:
 
         Args:
             sent: digests of the whole trainer; see :func:`add_all`.
-            landed: by rank.
+            landed: digests by rank.
 
         Raises:
             VerificationError: a region differs; the text names the tensor, the region and the rank.
@@ -194,7 +194,7 @@ class Checker:
         """As :meth:`compare`, with the digests of whole tensors of the trainer.
 
         Args:
-            sent: by the trainer's names; see :meth:`add_tensors`.
+            sent: digests by the trainer's names; see :meth:`add_tensors`.
 
         Raises:
             VerificationError: a tensor differs. RemoteError: a tensor has no digest, or does not travel whole.

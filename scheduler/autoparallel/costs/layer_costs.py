@@ -48,7 +48,7 @@ class Workload:
         profile: times of the layers.
         states: bytes of states of a parameter.
         num_samples, num_microbatches: samples of a microbatch, and how many of these a step has.
-        codec_costs: which traffic inside stages is encoded.
+        codec_costs: codecs of the traffic inside stages.
     """
 
     profile: LayerProfile
@@ -63,7 +63,7 @@ class LayerCost:
     """One layer on one rank of its stage, for one microbatch.
 
     Attributes:
-        forward_seconds, backward_seconds: with collectives; the backward is whole.
+        forward_seconds, backward_seconds: times with collectives. The backward is whole.
         weight_grad_seconds: the part of the backward that a split defers; 0 if it cannot be split.
         compute_seconds, tp_collective_seconds, all_gather_seconds: parts of the forward and backward together:
             computation, tensor-parallel collectives, and what all-gathers of parameters add.
@@ -258,11 +258,12 @@ class _SharedStates(NamedTuple):
     """States of a layer on one rank, and the seconds of moving them between replicas.
 
     Attributes:
-        state_bytes: weights, gradients and optimizer.
-        gradient_bytes: gradients alone.
-        gathered_bytes: weights while they are gathered.
-        all_gather_seconds, reduce_scatter_seconds: in each forward and backward, and in each backward.
-        sync_seconds: once per step.
+        state_bytes: bytes of weights, gradients and optimizer.
+        gradient_bytes: bytes of gradients alone.
+        gathered_bytes: bytes of weights while they are gathered.
+        all_gather_seconds: time of the all-gathers in each forward and in each backward.
+        reduce_scatter_seconds: time of the reduce-scatters in each backward.
+        sync_seconds: time of the sums, once in a step.
     """
 
     state_bytes: float

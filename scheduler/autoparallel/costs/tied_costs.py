@@ -54,12 +54,12 @@ class TiedSum:
     """One sum over stages.
 
     Attributes:
-        layers: that share the parameters.
-        stages: that have some of these layers.
+        layers: layers that share the parameters.
+        stages: stages that have some of these layers.
         nbytes: bytes of the gradients that each stage sends to each other one, in all.
-        seconds: from the time when all of its stages are ready.
+        seconds: time of the sum, from when all of its stages are ready.
         codec: codec of the gradients on the wire; None: raw.
-        stage_bytes: for each of the stages, bytes of a device for what it receives and adds.
+        stage_bytes: for each of the stages, bytes on a device for the gradients that it receives and adds.
     """
 
     layers: tuple[int, ...]

@@ -98,7 +98,7 @@ class Tensor:
 
     Args:
         name, dtype: name and dtype of the tensor.
-        shape: for one sample, with the dim of the samples first: ``(1, 1024, 768)`` has 1024 x 768 elements a sample.
+        shape: shape of one sample, the dim of the samples first: ``(1, 1024, 768)`` has 1024 x 768 elements a sample.
         writer: index of the layer that writes it.
         readers: indices of the layers that read it, ascending.
         has_gradient: whether a backward returns a gradient of the same size.

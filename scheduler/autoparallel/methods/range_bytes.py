@@ -15,7 +15,7 @@ class RangeBytes:
     """What a stage of layers ``first`` to ``end - 1`` exchanges, in bytes of one sample. Arrays are ``[first, end]``.
 
     Attributes:
-        received, sent: in a forward, of a rank of a stage that divides features over some columns.
+        received, sent: bytes of a rank in a forward, in a stage that divides features over columns.
         returned: gradients that come back for what was sent, of all features.
     """
 

@@ -66,7 +66,7 @@ class Index:
     """What a checkpoint holds.
 
     Attributes:
-        tensors: by key.
+        tensors: tensors by key.
         values: ``{key: name of the JSON file}``.
     """
 

@@ -202,7 +202,7 @@ class FakeModel:
         Args:
             outline: outline of the batch.
             num_samples: how many.
-            graph: for this outline.
+            graph: graph for this outline.
             stage: index of the stage.
             shard: shards a copy of the stage in place, as on this rank; None: the stage is not sharded.
         """

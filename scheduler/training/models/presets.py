@@ -154,7 +154,7 @@ class Preset:
     Attributes:
         config: sizes.
         num_samples: number of samples of a global batch.
-        learning_rate: at the end of the warm-up.
+        learning_rate: learning rate at the end of the warm-up.
         autocast: dtype of the computations; empty: float32, the dtype of the parameters.
         num_microbatches: number of microbatches of a step.
         stages: dp x tp of each stage.
