@@ -26,7 +26,7 @@ from reshard.runtime.cpu.encoded_shards import encoded_array
 from reshard.runtime.cpu.executor import NOTIFY_TAG, VERIFY_TAG, RunOptions, WrongCopyError, run_program
 from reshard.runtime.cpu.progress import Tally, describe_progress
 from reshard.runtime.cpu.staging import Staging, carrier
-from reshard.runtime.cpu.verification import Digests, Hops, compare_digests, describe_copy
+from reshard.runtime.cpu.verification import Hops, TransferDigests, compare_digests, describe_copy
 from reshard.runtime.program import RankProgram
 from reshard.runtime.transport import BrokenConnectionError, Work, wait_for
 
@@ -324,7 +324,7 @@ class QueuedTransfers:
     ) -> None:
         digests = None
         if self._verify:
-            digests, src = Digests(), list(map(encoded_array, src))
+            digests, src = TransferDigests(), list(map(encoded_array, src))
             digests.replicas = self._hops.replicas.digest(self._program.rank, src)
         run_program(
             self._program,
@@ -341,7 +341,7 @@ class QueuedTransfers:
     def _hops(self) -> Hops:
         return Hops(self._plan)
 
-    def _compare(self, digests: Digests, watch: Watch, deadline: float) -> None:
+    def _compare(self, digests: TransferDigests, watch: Watch, deadline: float) -> None:
         rank = self._program.rank
 
         def wait(work: Work, other: int) -> None:

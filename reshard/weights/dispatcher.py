@@ -21,7 +21,7 @@ from reshard.weights.membership.team import Team
 from reshard.weights.model.holdings import Value
 from reshard.weights.model.manifest import Manifest
 from reshard.weights.model.pieces import match
-from reshard.weights.model.verify import Digests
+from reshard.weights.model.verify import RegionDigests
 from reshard.weights.route import RouteOptions
 
 #: How often a version is sent anew after a failure.
@@ -43,7 +43,7 @@ class Outcome:
     """
 
     error: ReshardError | None = None
-    digests: Mapping[str, Digests] = field(default_factory=dict)
+    digests: Mapping[str, RegionDigests] = field(default_factory=dict)
     totals: Mapping[str, int] = field(default_factory=dict)
     times: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Value] = field(default_factory=dict)

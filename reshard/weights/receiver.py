@@ -24,7 +24,7 @@ from reshard.weights.membership.team import AGREE_SECONDS, Team, exchange, lost_
 from reshard.weights.model.holdings import Value
 from reshard.weights.model.manifest import Manifest
 from reshard.weights.model.pieces import Piece, compose, match
-from reshard.weights.model.verify import Checker, Digests
+from reshard.weights.model.verify import Checker, RegionDigests
 from reshard.weights.route import Route, RouteOptions
 
 #: What the first rank passes on to all ranks, so that they act in the same order.
@@ -76,9 +76,9 @@ class Receiver:
         self._arrived: int | None = None  # the version in the shadow, if this rank has all of it
         self._complete: int | None = None  # the last version that all ranks have and that is verified
         self._complete_arrays: Arrays = {}
-        self._digests: Digests = ["", ""]  # of the last version
+        self._digests: RegionDigests = ["", ""]  # of the last version
         self._values: Mapping[str, Value] = {}
-        self._kept: tuple[Arrays, Mapping[str, Value], Digests] = {}, {}, ["", ""]  # what is installed
+        self._kept: tuple[Arrays, Mapping[str, Value], RegionDigests] = {}, {}, ["", ""]  # what is installed
         self._spare: Arrays = {}  # memory of what was installed before
         self._leader = _Leader(self, team) if team.is_leader else None
 
@@ -283,7 +283,7 @@ class Receiver:
     def _verify(self, message: Message) -> None:
         """Compare the digests of the shadow with those of the trainer, on all ranks."""
         version = message["version"]
-        own: Digests = ["", ""]
+        own: RegionDigests = ["", ""]
 
         def digest() -> dict[str, Any]:
             if self._arrived != version or self._checker is None:
@@ -358,7 +358,7 @@ class Receiver:
             self.swap_error, self.swapped = error, message["attempt"]
             self._changed.notify_all()
 
-    def _install(self, arrays: Arrays, values: Mapping[str, Value], digests: Digests) -> None:
+    def _install(self, arrays: Arrays, values: Mapping[str, Value], digests: RegionDigests) -> None:
         """Install a version. If that fails on one rank, all ranks raise its error."""
 
         def install() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from reshard.weights.membership.team import AGREE_SECONDS, Team, run_collectivel
 from reshard.weights.model.holdings import Value
 from reshard.weights.model.manifest import Manifest
 from reshard.weights.model.pieces import match
-from reshard.weights.model.verify import Checker, Digests, add_all
+from reshard.weights.model.verify import Checker, RegionDigests, add_all
 from reshard.weights.route import Route, RouteOptions
 from reshard.weights.snapshot import Snapshot
 
@@ -217,9 +217,9 @@ class Sender:
             self._route = key, route
         return self._route[1]
 
-    def _digest(self) -> dict[str, Digests]:
+    def _digest(self) -> dict[str, RegionDigests]:
         """The digests for each engine of what this rank sends."""
-        digests: dict[int, Digests] = {}
+        digests: dict[int, RegionDigests] = {}
         for checker in self._checkers.values():
             if id(checker) not in digests:
                 digests[id(checker)] = checker.digest_source(self._snapshot.arrays, self._rank)

@@ -18,7 +18,7 @@ from reshard.runtime.cpu import executor
 from reshard.runtime.cpu.executor import RunOptions, WrongCopyError, run_program
 from reshard.runtime.cpu.progress import Tally, describe_progress
 from reshard.runtime.cpu.staging import MANY_BOXES, MAX_WINDOW, Pool, Staging, carrier
-from reshard.runtime.cpu.verification import Digests, find_fault
+from reshard.runtime.cpu.verification import TransferDigests, find_fault
 from reshard.runtime.program import build_program
 from reshard.runtime.transport.connections import ABORT_TAG
 from reshard.sharding.tensor_spec import TensorSpec
@@ -80,7 +80,7 @@ def test_large_boxes_of_a_message_travel_from_array_to_array(dst_spec, is_staged
     sources = {r: [take_shard(src, r, whole) if r in src.ranks else None for whole in wholes] for r in plan.ranks}
     wanted = {r: [take_shard(dst, r, whole) if r in dst.ranks else None for whole in wholes] for r in plan.ranks}
     outs = {r: [None if x is None else torch.zeros_like(x) for x in row] for r, row in wanted.items()}
-    digests = {rank: Digests() for rank in plan.ranks}
+    digests = {rank: TransferDigests() for rank in plan.ranks}
     staged = run_in_threads(plan, sources, outs, digests=digests)
     sent, received = ({k: v for d in digests.values() for k, v in getattr(d, s).items()} for s in ("sent", "received"))
     assert find_fault(plan, sent, received) is None
@@ -100,7 +100,7 @@ def test_digest_of_a_relayed_message_is_of_its_buffer(monkeypatch):
     sources = {rank: [take_shard(src, rank, whole)] for rank in plan.ranks}
 
     def run():
-        digests = {rank: Digests() for rank in plan.ranks}
+        digests = {rank: TransferDigests() for rank in plan.ranks}
         outs = {r: [torch.zeros_like(s) if (s := take_shard(dst, r, whole)) is not None else None] for r in plan.ranks}
         run_in_threads(plan, sources, outs, digests=digests)
         sides = [
@@ -382,7 +382,7 @@ def test_local_copy_is_verified_only_with_digests(verifies, monkeypatch):
     program = build_program(plan, 0)
     monkeypatch.setattr(executor, "is_copy_of", lambda target, source: False)  # pretend that the copy differs
     sides = [torch.ones(4, dtype=torch.uint8)], [torch.zeros(4, dtype=torch.uint8)]
-    digests = Digests() if verifies else None
+    digests = TransferDigests() if verifies else None
     run = functools.partial(
         run_program, program, MemoryTransport(MemoryHub(), 0), *sides, Staging(program, plan.staging_bytes),
         options=RunOptions(time.monotonic() + 5, digests=digests),

@@ -17,7 +17,7 @@ from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.plan.messages import expand_messages
 from reshard.plan.text_parser import parse_plan
 from reshard.runtime.cpu import executor
-from reshard.runtime.cpu.verification import Digests, Hops, compare_digests, describe_copy, find_fault
+from reshard.runtime.cpu.verification import Hops, TransferDigests, compare_digests, describe_copy, find_fault
 from reshard.runtime.program import build_program
 from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import run_processes
@@ -111,7 +111,7 @@ def test_comparison_waits_for_every_posted_operation(is_wrong):
     hops, hub = Hops(plan), MemoryHub()
 
     def compare(rank):
-        digests, transport, waited = Digests(), _Recording(hub, rank), []
+        digests, transport, waited = TransferDigests(), _Recording(hub, rank), []
         for message in expand_messages(plan, rank):
             side = digests.sent if message.sender == rank else digests.received
             side[message.id] = is_wrong and message.receiver == rank

@@ -206,7 +206,7 @@ def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False, digests=No
     """Run every rank's program in a thread; returns ``{rank: staging bytes}`` or raises the error of the lowest rank.
 
     Args:
-        sources, outs: ``{rank: [tensor or None, ...]}``. digests: ``{rank: Digests}``.
+        sources, outs: ``{rank: [tensor or None, ...]}``. digests: ``{rank: TransferDigests}``.
         in_rounds: False for the CPU executor, True for the group executor, "streams" for it on asynchronous streams.
         round_of: of the group executor. Default: the rounds for a transport without broadcasts.
     """

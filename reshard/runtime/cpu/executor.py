@@ -34,7 +34,7 @@ from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cpu.queues import Notification, Queue
 from reshard.runtime.cpu.staging import CastSource, Staging, copy_into, view_of
-from reshard.runtime.cpu.verification import Digests, is_copy_of
+from reshard.runtime.cpu.verification import TransferDigests, is_copy_of
 from reshard.runtime.program import Event, LocalBox, Part, RankProgram, Recv, Send
 from reshard.runtime.transport import Transport, Work, join, wait_for
 
@@ -71,7 +71,7 @@ class RunOptions:
     deadline: float
     tag: int = 0
     check: Callable[[], None] = lambda: None
-    digests: Digests | None = None
+    digests: TransferDigests | None = None
     tally: Tally = field(default_factory=Tally)
 
 

@@ -25,12 +25,12 @@ from reshard.sharding import format_box
 MAX_TEXT_BYTES = 2**20
 
 
-class Digests:
+class TransferDigests:
     """The digests of one rank in one transfer.
 
     Attributes:
         sent, received: digests by message id.
-        replicas: replicas of source tiles that other ranks also hold, from :class:`Replicas`.
+        replicas: digests of source tiles that other ranks also hold, from :class:`Replicas`.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class Hops:
         """Rows of the messages that a rank sends, and of messages that it receives."""
         return np.flatnonzero(self.sender == rank), np.flatnonzero(self.receiver == rank)
 
-    def pack(self, rank: int, digests: Digests) -> torch.Tensor:
+    def pack(self, rank: int, digests: TransferDigests) -> torch.Tensor:
         """The digests of a rank as one array, int64 of shape ``(sent + received + replicas,)``."""
         sent, received = (self.ident[rows].tolist() for rows in self.rows_of(rank))
         values = [digests.sent[i] for i in sent] + [digests.received[i] for i in received] + digests.replicas
@@ -214,7 +214,7 @@ class Hops:
 
 
 def compare_digests(
-    hops: Hops, rank: int, digests: Digests, transport: Any, tag: int, wait: Callable[[Any, int], None]
+    hops: Hops, rank: int, digests: TransferDigests, transport: Any, tag: int, wait: Callable[[Any, int], None]
 ) -> None:
     """Compare the digests of all ranks after a transfer. Every rank of the plan must call this.
 

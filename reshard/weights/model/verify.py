@@ -20,9 +20,9 @@ from reshard.weights.model.digests import LocatedRegions, add_digests, flat_stri
 from reshard.weights.model.manifest import Manifest
 from reshard.weights.model.pieces import Piece, Side, cut_held
 
-#: Numbers of regions of a destination model, ascending, and their digests: each the bytes of an array in base 64, which
-#: takes a small part of the time of as many numbers in JSON. ``["", ""]``: none.
-Digests = list[str]
+#: The ascending numbers of regions of a destination model, and the digests of these regions. Both are the bytes of an
+#: array in base 64, which takes a small part of the time of as many numbers in JSON. ``["", ""]`` has no regions.
+RegionDigests = list[str]
 
 #: Number of sets of arrays whose regions a :class:`Checker` keeps.
 MAX_LOCATED = 4
@@ -95,7 +95,7 @@ class Checker:
         #: Number of the first region of each piece; the last entry is the number of regions.
         self._first = np.cumsum([0, *(len(target.start) for target in self._targets)])
 
-    def digest_source(self, arrays: Mapping[str, torch.Tensor], rank: int) -> Digests:
+    def digest_source(self, arrays: Mapping[str, torch.Tensor], rank: int) -> RegionDigests:
         """What one rank of the source adds to the digests. The first holder of a region adds it.
 
         Args:
@@ -103,7 +103,7 @@ class Checker:
         """
         return self._digest(arrays, rank, is_source=True)
 
-    def digest_target(self, arrays: Mapping[str, torch.Tensor], rank: int) -> Digests:
+    def digest_target(self, arrays: Mapping[str, torch.Tensor], rank: int) -> RegionDigests:
         """The digests of what one rank of the destination holds.
 
         Args:
@@ -111,7 +111,7 @@ class Checker:
         """
         return self._digest(arrays, rank, is_source=False)
 
-    def _digest(self, arrays: Mapping[str, torch.Tensor], rank: int, is_source: bool) -> Digests:
+    def _digest(self, arrays: Mapping[str, torch.Tensor], rank: int, is_source: bool) -> RegionDigests:
         located = self._last.get((is_source, rank))
         if located is None or not located.is_of(arrays):
             located = self._last[is_source, rank] = self._locate(arrays, rank, is_source)
@@ -168,7 +168,7 @@ class Checker:
             regions.append(_Region.of(int(part), lo, hi, lo - lows[own] + at[own]))
         return regions
 
-    def compare(self, sent: Digests, landed: Mapping[int, Digests]) -> None:
+    def compare(self, sent: RegionDigests, landed: Mapping[int, RegionDigests]) -> None:
         """Compare digests of the trainer with those of the ranks of an engine.
 
         Args:
@@ -190,7 +190,7 @@ class Checker:
                 f"{', '.join(wrong[:5])}{more}: the digest of what landed differs from that of what the trainer holds"
             )
 
-    def compare_whole(self, sent: Mapping[str, int], landed: Mapping[int, Digests]) -> None:
+    def compare_whole(self, sent: Mapping[str, int], landed: Mapping[int, RegionDigests]) -> None:
         """As :meth:`compare`, with the digests of whole tensors of the trainer.
 
         Args:
@@ -217,7 +217,7 @@ class Checker:
         if wrong:
             raise VerificationError(f"{', '.join(wrong[:5])}: the digest differs from that of what the trainer holds")
 
-    def add_tensors(self, digests: Digests) -> dict[str, int]:
+    def add_tensors(self, digests: RegionDigests) -> dict[str, int]:
         """The digest of each tensor of the source that travels whole, by name, from those of its regions."""
         numbers, values = _to_arrays(digests)
         tensor, names = self._tensors
@@ -246,7 +246,7 @@ class Checker:
         shapes = {name: self._source.entries[name].shape for name in numel}
         return tensor, [name if numel[name] == math.prod(shapes[name]) else None for name in numel]
 
-    def _fill(self, digests: Digests) -> tuple[np.ndarray, np.ndarray]:
+    def _fill(self, digests: RegionDigests) -> tuple[np.ndarray, np.ndarray]:
         """The digest of each region, and whether it is there."""
         known, is_known = np.zeros(self._first[-1], dtype=np.uint64), np.zeros(self._first[-1], dtype=bool)
         numbers, values = _to_arrays(digests)
@@ -259,7 +259,7 @@ class Checker:
         return f"{self._pieces[piece].target.name!r} {_format(self._targets[piece], number - int(self._first[piece]))}"
 
 
-def add_all(digests: Sequence[Digests]) -> Digests:
+def add_all(digests: Sequence[RegionDigests]) -> RegionDigests:
     """The digests of a whole model from those of its ranks."""
     arrays = [_to_arrays(of_rank) for of_rank in digests]
     numbers, where = np.unique(np.concatenate([names for names, _ in arrays]), return_inverse=True)
@@ -267,12 +267,12 @@ def add_all(digests: Sequence[Digests]) -> Digests:
     return _to_text(numbers, sums)
 
 
-def _to_text(numbers: np.ndarray, values: np.ndarray) -> Digests:
+def _to_text(numbers: np.ndarray, values: np.ndarray) -> RegionDigests:
     arrays = numbers.astype("<i4"), values.astype("<u8")
     return [base64.b64encode(array.tobytes()).decode() for array in arrays]
 
 
-def _to_arrays(digests: Digests) -> tuple[np.ndarray, np.ndarray]:
+def _to_arrays(digests: RegionDigests) -> tuple[np.ndarray, np.ndarray]:
     numbers, values = (base64.b64decode(text, validate=True) for text in digests)
     return np.frombuffer(numbers, "<i4").astype(np.int64), np.frombuffer(values, "<u8").astype(np.uint64)
 
