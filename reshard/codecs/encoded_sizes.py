@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-#: ``{bytes of a word: share}``. If at least this share of the words changed, ``bitmap`` is smaller than ``delta``, or,
+#: ``{bytes of a word: share}``. If more than this share of the words changed, ``bitmap`` is smaller than ``delta``, or,
 #: for words of 1 byte, faster.
 DENSE_SHARES = {1: 1 / 16, 2: 1 / 8, 4: 1 / 8}
 #: Encoded bytes per plain byte above which a bitmap is predicted to travel raw.

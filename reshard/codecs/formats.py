@@ -46,12 +46,12 @@ class Format:
     """A lossless format.
 
     Attributes:
-        encode: writes words, given a base, to a buffer with :data:`HEADER_BYTES` more bytes; returns the bytes written.
-            Arguments are flat uint8, and the last one is the number of bytes of a word.
-        decode: turns the base into the words that were encoded, in place; returns False if the bytes do not encode so
-            many words. Arguments are the bytes after the header, the base, and the number of bytes of a word.
+        encode: function that writes words, given a base, to a buffer with :data:`HEADER_BYTES` more bytes. It returns
+            the number of bytes written. Arguments are flat uint8, and the last one is the number of bytes of a word.
+        decode: function that turns the base into the words that were encoded, in place. It returns False if the bytes
+            do not encode so many words. Arguments are the bytes after the header, the base, and the bytes of a word.
         header: the first byte of what ``decode`` reads. ``encode`` may write another format where that is smaller.
-        size: predicts the encoded bytes per plain byte, from the bytes of a word and a sample of the changes.
+        size: function that predicts the encoded bytes per plain byte, from the bytes of a word and a sample.
         is_codec: whether callers may pass the name as ``compression=``.
         has_base: whether the receiver needs the base.
         dtype: the only dtype of the format; "" for any.
@@ -59,7 +59,8 @@ class Format:
             words of 2 bytes.
         setup_seconds: time that encoding takes before the first byte; decoding takes as long.
         dense_format: name of the format that ``encode`` writes where many words changed; "" for none.
-        version: version of the library on which the bytes depend. "" if they depend on none, None if it is missing.
+        version: function that returns the version of the library on which the bytes depend. It returns "" if they
+            depend on none, and None if the library is missing.
     """
 
     encode: Callable[[np.ndarray, np.ndarray, np.ndarray, int], int]
