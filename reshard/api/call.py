@@ -127,7 +127,7 @@ def reshard_async(
     base: Any = None,
     **options: Unpack[TransferOptions],
 ) -> Handle:
-    """As :func:`reshard`, but return as soon as the ranks have agreed and the transfer has started.
+    """Like :func:`reshard`, but return as soon as the ranks have agreed and the transfer has started.
 
     Returns:
         A handle; ``handle.wait(timeout_seconds=...)`` returns the result of :func:`reshard`. The transfer progresses

@@ -234,7 +234,7 @@ class PostedTransfer:
 
 
 def result_of(handle: Handle | PostedTransfer) -> Any:
-    """As :meth:`Handle.wait`, for callers that no compiled code calls, and that publish their exceptions themselves."""
+    """Like :meth:`Handle.wait`, for callers that no compiled code calls and that publish their exceptions."""
     if type(handle) is not Handle:
         return handle.wait()
     handle._check_process()

@@ -211,7 +211,7 @@ def _reshard_one(
     name: str | None, shards: Any, *, src: Any, dst: Any, src_spec: Any, dst_spec: Any, shape: Any, dst_dtype: Any,
     base: Mapping[int, Array] | None = None, out: Mapping[int, Array] | None = None, options: TransferOptions,
 ) -> dict[int, Array]:  # fmt: skip
-    """As :func:`reshard_local`, for the tensor of this name, or the only one."""
+    """Like :func:`reshard_local`, for the tensor of this name, or the only one."""
     what = "the tensor" if name is None else f"tensor {name!r}"
     topology, compression, max_error = options["topology"], options["compression"], options["max_error"]
     src_layout, dst_layout = _read_layouts(src, dst, src_spec, dst_spec)

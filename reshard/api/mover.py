@@ -302,7 +302,7 @@ class Mover:
 
 
 def start_checked(mover: Mover, tensors: Mapping[str, torch.Tensor] | None = None) -> Handle | PostedTransfer:
-    """As :meth:`Mover.start`, for callers that no compiled code calls, and that publish their exceptions themselves.
+    """Like :meth:`Mover.start`, for callers that no compiled code calls, and that publish their exceptions themselves.
 
     They must wait for every transfer.
 

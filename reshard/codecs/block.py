@@ -95,7 +95,7 @@ class BlockCodec(ElementCodec):
         return self.nbytes(source.shape, num_row_dims)
 
     def encode_measured(self, source: Any, out: Any, num_row_dims: int | None = None) -> ErrorSums:
-        """As :meth:`encode`, and return the sums from which the relative error follows."""
+        """Encode like :meth:`encode`, and return the sums from which the relative error follows."""
         return ErrorSums(*self._encode(source, out, num_row_dims, True))
 
     def decode(self, data: Any, target: Any, num_row_dims: int | None = None, *, accumulate: bool = False) -> None:

@@ -61,7 +61,7 @@ class ElementCodec(ABC):
 
     @abstractmethod
     def encode_measured(self, source: Any, out: Any, num_row_dims: int | None = None) -> ErrorSums:
-        """As :meth:`encode`, and return the sums from which the relative error follows."""
+        """Encode like :meth:`encode`, and return the sums from which the relative error follows."""
 
     @abstractmethod
     def encode(self, source: Any, out: Any, num_row_dims: int | None = None) -> int:

@@ -46,7 +46,7 @@ from reshard.runtime.transport.connections import Connections, GlooTransport
 REPORT_SECONDS = 1.0
 #: Grace period after a broken connection for another rank to report the root cause.
 ROOT_CAUSE_SECONDS = 0.6
-#: The same for a rank whose connections over NCCL broke: it cannot say which rank is gone.
+#: Grace period of a rank whose connections over NCCL broke. It cannot say which rank is gone.
 NCCL_ROOT_CAUSE_SECONDS = 2.0
 #: Maximum number of cached plans per channel.
 MAX_CACHED = 32
@@ -135,7 +135,7 @@ class Channel:
     def exchange(
         self, generation: int, device: torch.device, number: int, rounds: Sequence[Round], timeout_seconds: float
     ) -> NcclExchange | None:
-        """As :meth:`transport`, between devices.
+        """Like :meth:`transport`, between devices.
 
         Args:
             number: number of the communicator to use.
@@ -153,7 +153,7 @@ class Channel:
         return self._connect(generation, connect)
 
     def collectives(self, generation: int, device: torch.device, timeout_seconds: float) -> Any:
-        """As :meth:`transport`, but a ``torch.distributed`` backend for collectives of all members."""
+        """A ``torch.distributed`` backend for collectives of all members, made like :meth:`transport`."""
         if len(self.members) == 1:
             return None
         check_error = functools.partial(self.check_reported, generation)

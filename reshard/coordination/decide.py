@@ -59,7 +59,7 @@ def resolve(requests: Sequence[Request], layouts: Mapping[str, tuple[AnyLayout, 
 def resolve_partial(
     requests: Sequence[Request], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]], members: Sequence[int]
 ) -> Decision:
-    """As :func:`resolve`, but members without a request are lost."""
+    """Like :func:`resolve`, but members without a request are lost."""
     return replace(resolve(requests, layouts), lost=sorted(set(members) - {request.rank for request in requests}))
 
 

@@ -69,7 +69,7 @@ def find_latency_bounds(plan: Plan, bound: Bound | None = None) -> LatencyBounds
 
 
 def _bounds_of_rotation(plan: RotationPlan) -> LatencyBounds:
-    """As :func:`find_latency_bounds`, without a list of regions: by bytes, exchanges and unit tasks."""
+    """Like :func:`find_latency_bounds`, without a list of regions: by bytes, exchanges and unit tasks."""
     loads, topology = plan.loads, plan.topology
     bounds = [topology.latency_seconds + find_bound(plan).seconds]
     if len(plan.tensors) == 1:

@@ -21,7 +21,7 @@ HostSet = tuple[int, ...]
 #: Bytes of regions by ``(holders, destinations)``: the places that hold a region, and the other places that need it.
 #: A place is a host or a pod.
 Classes = dict[tuple[HostSet, HostSet], int]
-#: The same, and the number of regions beside the bytes.
+#: Bytes and number of the regions by ``(holders, destinations)``.
 Demand = dict[tuple[HostSet, HostSet], tuple[int, int]]
 
 
@@ -105,7 +105,7 @@ def _find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
 
 
 def _bound_of_rotation(plan: RotationPlan) -> Bound:
-    """As :func:`find_bound`, without a list of regions: all senders have equal loads, and so do all receivers."""
+    """Like :func:`find_bound`, without a list of regions: all senders have equal loads, and so do all receivers."""
     loads = plan.loads
     arrival, leaving = loads.seconds_in(), loads.seconds_held()
     host = int(np.argmax(leaving if leaving.max() > arrival.max() else arrival))
@@ -245,7 +245,7 @@ def min_largest_share(held: Mapping[HostSet, float], egress: Mapping[int, float]
 
 
 def _find_share(held: Mapping[HostSet, float], egress: Mapping[int, float]) -> tuple[float, list[int]]:
-    """As :func:`min_largest_share`, and the places that bind."""
+    """The result of :func:`min_largest_share`, and the places that bind."""
     places = sorted({place for key in held for place in key})
     if not places:
         return 0.0, []

@@ -53,7 +53,7 @@ def predict_makespan(plan: Plan, cutoff: float = math.inf) -> Makespan:
 
 
 def predict_timeline(plan: Plan, cutoff: float = math.inf) -> tuple[Makespan, Timeline | None]:
-    """As :func:`predict_makespan`, and the timeline: None for an estimate, or if the plan ends after the cutoff."""
+    """The result of :func:`predict_makespan`, and the timeline: None for an estimate, or if the plan ends late."""
     if isinstance(plan, RotationPlan) and plan.num_messages > MAX_IN_ORDER:
         return Makespan(_seconds_of_rotation(plan), True), None
     is_ordered = len(plan.transfers.after) > 0

@@ -43,7 +43,7 @@ def register(module_class: type, convert: Converter) -> None:
 
 
 def register_by_name(package: str, converters: Mapping[str, Converter]) -> None:
-    """As :func:`register`, for classes of a package that may not be installed.
+    """Like :func:`register`, for classes of a package that may not be installed.
 
     Args:
         package: its top-level name.

@@ -141,7 +141,7 @@ def _expect(pattern: re.Pattern[str], lines: list[tuple[int, str]], at: int) -> 
 
 
 def read_plan_topology(data: Any) -> Topology:
-    """As :func:`topology_from_json`, but an omitted latency is 0: earlier versions did not write latencies of 0."""
+    """Like :func:`topology_from_json`, but an omitted latency is 0: earlier versions did not write latencies of 0."""
     return topology_from_json({**dict.fromkeys(LATENCIES, 0), **data} if isinstance(data, dict) else data)
 
 

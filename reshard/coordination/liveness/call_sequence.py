@@ -103,7 +103,7 @@ def leave_call(group: Group, error: ReshardError, find_members: Callable[[], Seq
 def leave_interrupted(
     error: BaseException, group: Group, find_members: Callable[[], Sequence[int]] | None = None
 ) -> None:
-    """As :func:`leave_call`, after an exception that ended the call before the group knew of it."""
+    """Like :func:`leave_call`, after an exception that ended the call before the group knew of it."""
     leave_call(group, RemoteError(f"rank {group.rank} left a call: {type(error).__name__}"), find_members)
 
 

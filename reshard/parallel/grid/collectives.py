@@ -186,7 +186,7 @@ class Axis:
         return Pending(work, lambda: self._from_group(result, in_group), self._explain_failure)
 
     def all_gather_into(self, part: torch.Tensor, targets: Sequence[Parts], result: torch.Tensor) -> Pending:
-        """As :meth:`all_gather`, but the rows of rank ``i`` go to the tensors ``targets[i]``, one after the other.
+        """Like :meth:`all_gather`, but the rows of rank ``i`` go to the tensors ``targets[i]``, one after the other.
 
         Args:
             part: contiguous.

@@ -149,7 +149,7 @@ class Grid:
         return result
 
     def __deepcopy__(self, memo: Any) -> Grid:
-        """As :meth:`copy`, for the copy of a model."""
+        """Like :meth:`copy`, for the copy of a model."""
         return self.copy()
 
     def replace_with(self, other: Grid) -> None:
@@ -205,7 +205,7 @@ class Grid:
         return self._axes[axis]
 
     def encoded(self, axis: str) -> Axis | CompressedAxis:
-        """As :meth:`along`, with messages compressed by the codec of the grid."""
+        """Like :meth:`along`, with messages compressed by the codec of the grid."""
         plain = self.along(axis)
         return plain if self.codec is None else CompressedAxis(plain, self.codec)
 
@@ -243,7 +243,7 @@ class Grid:
     @contextlib.contextmanager
     @check_arguments(rows=(0, 2**56))
     def local_batch(self, rows: int, device: torch.device) -> Iterator[None]:
-        """As :meth:`batch`, but ``rows`` is the number of rows of this rank. The ranks of a column exchange them."""
+        """Like :meth:`batch`, but ``rows`` is the number of rows of this rank. The ranks of a column exchange them."""
         before = self._batch_rows, self._first_row
         self._batch_rows, self._first_row = self.exchange_count(rows, device), None
         try:

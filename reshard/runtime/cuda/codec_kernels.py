@@ -216,7 +216,7 @@ def _decode_blocks(  # type: ignore[no-untyped-def]
 def encode_on_device(
     codec: BlockCodec, source: torch.Tensor, out: torch.Tensor, num_row_dims: int | None = None
 ) -> int:
-    """As :meth:`~reshard.codecs.BlockCodec.encode`, by a kernel on the current stream of the tensors' device."""
+    """Like :meth:`~reshard.codecs.BlockCodec.encode`, by a kernel on the current stream of the tensors' device."""
     form, words, grid = _prepare(codec, source, out, num_row_dims)
     if grid[0]:
         kind = _KINDS[codec.kind]
@@ -241,7 +241,7 @@ def encode_on_device(
 def decode_on_device(
     codec: BlockCodec, data: torch.Tensor, target: torch.Tensor, num_row_dims: int | None = None
 ) -> None:
-    """As :meth:`~reshard.codecs.BlockCodec.decode`, by a kernel on the current stream of the tensors' device."""
+    """Like :meth:`~reshard.codecs.BlockCodec.decode`, by a kernel on the current stream of the tensors' device."""
     form, words, grid = _prepare(codec, target, data, num_row_dims)
     if grid[0]:
         kind = _KINDS[codec.kind]

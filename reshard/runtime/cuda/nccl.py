@@ -228,7 +228,7 @@ class Communicator:
             self._ended.wait(max(deadline - now, MIN_ABORT_WAIT_SECONDS))
 
     def begin_abort(self) -> None:
-        """As :meth:`abort`, but do not wait.
+        """Like :meth:`abort`, but do not wait.
 
         An abort ends when all kernels of the device have ended. So a program with several communicators must begin to
         abort all of them before it waits for one.

@@ -152,7 +152,7 @@ class Team:
 
     @contextlib.contextmanager
     def closing_on_error(self) -> Iterator[None]:
-        """As :meth:`ending_calls`, for a constructor: also close this side."""
+        """Like :meth:`ending_calls`, for a constructor. An exception also closes this side."""
         try:
             with self.ending_calls():
                 yield
@@ -161,7 +161,7 @@ class Team:
             raise
 
     def leave_unbegun(self, error: BaseException) -> None:
-        """As :meth:`leave`, for a call that has not reached :meth:`ending_calls`. Other ranks may wait for it."""
+        """Like :meth:`leave`, for a call that has not reached :meth:`ending_calls`. Other ranks may wait for it."""
         leave_interrupted(error, self.group, self._ranks)
         self.leave(error)
 

@@ -191,7 +191,7 @@ class Checker:
             )
 
     def compare_whole(self, sent: Mapping[str, int], landed: Mapping[int, RegionDigests]) -> None:
-        """As :meth:`compare`, with the digests of whole tensors of the trainer.
+        """Like :meth:`compare`, with the digests of whole tensors of the trainer.
 
         Args:
             sent: digests by the trainer's names; see :meth:`add_tensors`.

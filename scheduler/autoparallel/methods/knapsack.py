@@ -62,7 +62,7 @@ def pack_stage(
 def _pack_best(
     problem: SearchProblem, first: int, end: int, ranks: tuple[int, int], count: int, in_flight: int
 ) -> PackedStage | None:
-    """As :func:`pack_stage`, which keeps the result for all ranks on equal places."""
+    """Like :func:`pack_stage`, which keeps the result for all ranks on equal places."""
     best: PackedStage | None = None
     for choices in problem.rules.uniform(problem.choices(ranks[1] - ranks[0], problem.num_samples // count)):
         if not all(problem.can_have(choice, first, end) for choice in choices):
