@@ -31,7 +31,7 @@ from reshard.topology import topology_to_json
 
 
 def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
-    """The plan as plain values with all messages expanded; with ``rank``, only the messages of that rank.
+    """The plan as plain values with all messages, or with ``rank`` only the messages of that rank.
 
     A plan in closed form with more than 1,048,576 messages is written without them, unless ``rank`` is given.
 

@@ -74,7 +74,7 @@ def transfer_state_dict(
         quantize: which tensors of the source arrive in float8, with the scales of their blocks.
         memory_bytes: memory for data in transit on each rank, at least 192 KiB.
         timeout_seconds: limit of each agreement, and of the transfer.
-        topology: hosts and links of the ranks. Default: by host names.
+        topology: hosts and links of the ranks. Default: host names give them.
 
     Raises:
         ArgumentError: a tensor is missing on one side, has another shape, or cannot be cast. Nothing has moved.
@@ -181,6 +181,6 @@ def _receive_buffer(array: torch.Tensor, dtype: str) -> torch.Tensor:
 def _views(
     tensors: Sequence[TensorSpec], sides: Sequence[Side], model: Manifest, arrays: Arrays, rank: int
 ) -> dict[str | None, torch.Tensor | None]:
-    """What a rank holds of each tensor of a plan."""
+    """The parts of each tensor of a plan that a rank holds."""
     pairs = zip(tensors, sides, strict=True)
     return {spec.name: view_of(side, model, arrays, rank) for spec, side in pairs}

@@ -1,1 +1,1 @@
-"""Strategies that send whole regions: direct sends, all-gathers and broadcasts."""
+"""What strategies take and return, and strategies that send whole regions: direct sends, all-gathers, broadcasts."""

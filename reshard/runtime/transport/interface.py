@@ -52,7 +52,7 @@ class Transport(Protocol):
         ...
 
     def abort(self) -> None:
-        """Close the connections, so that operations under way fail and nothing writes into a buffer any more."""
+        """Close the connections, so that operations in progress fail and nothing writes into a buffer any more."""
         ...
 
 
@@ -69,9 +69,9 @@ def wait_for(work: Work, deadline: float, check: Callable[[], None], rank: int, 
 
     Args:
         deadline: a value of ``time.monotonic()``.
-        check: called before the wait and when it fails; raises an error that another rank reported.
+        check: function that is called before the wait and when it fails. It raises an error that another rank reported.
         rank, peer: this rank and the other end.
-        what: names the operation in errors.
+        what: name of the operation in errors.
 
     Raises:
         TransferTimeoutError: the deadline passed. BrokenConnectionError: the transport failed. Or as ``check``.

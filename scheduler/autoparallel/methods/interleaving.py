@@ -1,9 +1,10 @@
 """Several stages on each mesh, which take turns on its ranks.
 
 Shorter stages fill and drain a pipeline sooner, and a mesh may have layers that are far apart, so that few layers still
-give each mesh as much work as it can do. The price is more transfers and activations. Placements: looped (Narayanan et
-al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021), where mesh r of n has stages r, r + n and
-so on, and a V (Qi et al., "Zero Bubble Pipeline Parallelism", 2023), where it has stages r and 2 n - 1 - r.
+give each mesh as much work as it can do. The price is more transfers and activations. There are two placements: looped
+(Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021), where mesh r of n has stages
+r, r + n and so on, and a V (Qi et al., "Zero Bubble Pipeline Parallelism", 2023), where it has stages r and
+2 n - 1 - r.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from ..inputs.stages import StagePlan
 
 #: Largest number of stages on a mesh.
 MAX_STAGES_PER_MESH = 4
-#: Sequences of two or three meshes are tried if there are at most so many, and all cuts of so many ways to cut.
+#: Sequences of two or three meshes are tried up to this number of them, and all cuts up to this number of cuts.
 MAX_SEQUENCES, MAX_CUTS = 64, 300
-#: Number of best cuts that are tried: memory may refuse the best.
+#: Number of best cuts that are tried, because the best one may need too much memory.
 NUM_CUTS = 4
-#: Only with so many stages, a move of cuts takes a layer from any stage to any other one.
+#: Up to this number of stages, a move of cuts takes a layer from any stage to any other one.
 MAX_LONG_MOVES = 24
 #: A candidate counts if its estimate is at most this many times the best known time.
 NEAR_ESTIMATE = 1.25
@@ -35,7 +36,7 @@ NEAR_ESTIMATE = 1.25
 
 @dataclass(frozen=True)
 class _Mesh:
-    """Ranks with one choice for all layers: seconds of each layer for one microbatch, and of its gradient sum.
+    """Ranks with one choice for all layers, and the seconds of each layer for one microbatch and for its gradient sum.
 
     Layers that cannot have the choice take infinitely long.
     """
@@ -52,11 +53,11 @@ class _Mesh:
 
 
 def interleaved(problem: SearchProblem, plain: Sequence[Candidate], limit_seconds: float) -> Iterator[Candidate]:
-    """Candidates with several stages on each mesh: of each kind of placement, those with the shortest estimates first.
+    """Candidates with several stages on each mesh. Of each placement, the shortest estimates come first.
 
-    The kinds take turns, because estimates leave out edges, so that many stages look better than they are. Meshes are
-    those of known candidates, and of other sequences of two or three. For each number of microbatches, the cuts balance
-    the seconds of the meshes.
+    The placements alternate, because estimates leave out edges, so that many stages look better than they are. The
+    meshes are those of known candidates, and other sequences of two or three. For each number of microbatches, the cuts
+    balance the seconds of the meshes.
 
     Args:
         plain: candidates with one stage on each mesh, the best first.
@@ -139,7 +140,7 @@ def _rank_sequences(problem: SearchProblem) -> Iterator[tuple[tuple[int, int], .
 def _fastest(problem: SearchProblem, first: int, end: int, count: int) -> list[_Mesh]:
     """The mesh with its fastest choice, its fastest one that allows split backwards, and one that recomputes.
 
-    If some layers cannot have a choice, also the one that is fastest for the layers that can.
+    If some layers cannot have a choice, the mesh also gets the choice that is fastest for the other layers.
     """
     choices = problem.choices(end - first, problem.num_samples // count)
     made = [_mesh(problem, first, end, item, count) for item in choices]
@@ -185,7 +186,7 @@ def _placements(num: int, num_layers: int, limit: int) -> Iterator[tuple[int, ..
 
 
 def _estimate(cuts: Sequence[int], meshes: Sequence[_Mesh], placement: Sequence[int], count: int) -> float:
-    """About the seconds of a step: that of the busiest mesh, and of filling and draining the pipeline."""
+    """An estimate of the seconds of a step: the work of the busiest mesh, and filling and draining the pipeline."""
     busy, sync = [0.0] * len(meshes), [0.0] * len(meshes)
     for first, end, r in zip(cuts, cuts[1:], placement, strict=False):
         busy[r] += sum(meshes[r].seconds[first:end])
@@ -197,7 +198,7 @@ def _estimate(cuts: Sequence[int], meshes: Sequence[_Mesh], placement: Sequence[
 def _best_cuts(meshes: Sequence[_Mesh], placement: Sequence[int]) -> list[tuple[int, ...]]:
     """The first layer of each stage, and the number of layers, such that the busiest meshes work as short as possible.
 
-    All cuts of small problems; of others, a start with equal parts of the work, improved by moves.
+    Small problems try all cuts. Others start with equal parts of the work, which moves improve.
     """
     num_layers, num = len(meshes[0].seconds), len(placement)
     sums = [[0.0, *itertools.accumulate(map(_finite, mesh.seconds))] for mesh in meshes]
