@@ -294,7 +294,7 @@ class InsideTransfer:
 
     Args:
         rank: this rank.
-        ranks: of the host, two or more. Others call too, and do nothing.
+        ranks: two or more ranks of the host. Other ranks call too, and do nothing.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], topology: Topology) -> None:

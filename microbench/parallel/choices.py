@@ -44,7 +44,7 @@ class Case:
     Attributes:
         hosts, per_host: numbers of hosts and of ranks on each.
         mbits: rate of each NIC.
-        rows, sequence: of a batch.
+        rows, sequence: size of a batch and of its sequences.
         hidden: width of the model.
     """
 

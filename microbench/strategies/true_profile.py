@@ -56,7 +56,7 @@ def make_problem(topology: Topology, ratio: float, scale: float) -> SearchProble
 
     Args:
         ratio: rate of the emulated links over that of the modelled ones.
-        scale: of the seconds of the model.
+        scale: factor of the seconds of the model.
     """
     seconds = [scale * layer_second for layer_second in layer_seconds()]
     numel = round(scale * ratio * WIDTH * TOKENS * 2 / 4)

@@ -106,7 +106,7 @@ def make_pipeline(
     Args:
         costs: forward, input-gradient and weight-gradient seconds of each stage, and optionally whole-backward seconds.
         topology: for planning the edges.
-        strategy: of the plans; None for the default strategy.
+        strategy: strategy of the plans; None for the default strategy.
         links: for simulating the plans.
         message_seconds: added to each transfer: the time to start it and to wake the waiting processes.
     """

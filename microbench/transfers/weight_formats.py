@@ -98,7 +98,7 @@ class FixedChoice(FormatChoice):
     """One format for all regions.
 
     Args:
-        name: of the format.
+        name: name of the format.
     """
 
     def __init__(self, name: str) -> None:

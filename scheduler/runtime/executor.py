@@ -88,7 +88,7 @@ class Program:
         pipelines: pipelines that differ in tensor shapes only.
         transfers: the Movers of each pipeline.
         used: for each microbatch, the index of its pipeline in ``pipelines``.
-        actions: of this rank.
+        actions: actions of this rank.
         forwards: those of a step without training.
     """
 

@@ -89,7 +89,7 @@ def starts_backward(loss: torch.Tensor, weight: float, others: Sequence[torch.Te
 
     Args:
         loss: with its autograd graph.
-        weight: of the loss in the backward.
+        weight: weight of the loss in the backward.
         others: tensors at which the backward starts anyway. Without them, it runs on zeros, since modules may
             communicate in it.
     """

@@ -191,7 +191,7 @@ def gather_timeline(measured: StepRecord, channel: AgreementChannel, timeout_sec
 
     Args:
         measured: the record of this rank, finished.
-        channel: of all ranks of the pipeline.
+        channel: channel of all ranks of the pipeline.
         timeout_seconds: limit of each of two rounds.
 
     Returns:

@@ -120,7 +120,7 @@ class PendingTransfer:
         """Let :meth:`wait` call :meth:`check` once, after the transfer.
 
         Args:
-            channel: of the transfer.
+            channel: channel of the transfer.
             tensors: the tensors that it sends.
             versions: see the attribute.
         """

@@ -55,7 +55,7 @@ class Computation:
         action: the action.
         run: its stage.
         inputs, outputs: where the tensors come from that it needs, and go to that it computes.
-        sent: of a forward, the local shards that its edges expect.
+        sent: the local shards that the edges of a forward expect.
         transfers: the Movers for the microbatch.
         is_split: whether the backward of the microbatch has two passes.
         is_last: whether it is the last backward of the stage.

@@ -60,7 +60,7 @@ class SentShards:
 
     Attributes:
         tensors: ``{stage: tensors}`` of the outgoing edges.
-        shapes: of each stage, the spec, the name, the shape and the dtype of each shard.
+        shapes: for each stage, the spec, the name, the shape and the dtype of each shard.
         are_empty: whether no shard has an element.
     """
 
@@ -91,7 +91,7 @@ class _Microbatch:
         sent: outputs for each later stage, with their autograd graph.
         loss: with its autograd graph.
         metrics: numbers.
-        weight: of the loss and the metrics, if the module returns one.
+        weight: weight of the loss and the metrics, if the module returns one.
         weight_grads: the deferred weight-gradient pass; None unless the backward has two passes.
     """
 
