@@ -164,12 +164,16 @@ class Ends {
 
 // The end of the last message if every port passes one message at a time, in the order of the messages. A message
 // starts when its ports, its queue, its receiver and the messages in its `after` allow it; a port is busy for the time
-// of the bytes at its own rate. Copies within a rank take no time. Row r of `ports` has the ports of rank r: out of it
+// of the bytes at its own rate. Links that many ports share (uplinks of pods, and what the ranks of a host share inside
+// it) pass several messages at once: a message ends no earlier than its link has passed all bytes up to it. A link that
+// was idle passes the bytes as if the message had begun earlier by the time that its ports take, so that messages which
+// are nearly in the order of their begins do not wait for each other. Copies within a rank take no time. Row r of `ports` has the ports of rank r: out of it
 // and into it inside its host, out of and into its NIC, its pod's uplink in both directions, -1 without pods, and what
 // all ranks of its host share inside it, -1 without a limit.
 double flow_serially(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints after_at, Ints after, Floats delay,
                     Ints host_of, Table ports, Floats rate, Ints ahead, double latency_across, double latency_inside) {
     constexpr int OUT = 0, IN = 1, EGRESS = 2, INGRESS = 3, UP = 4, DOWN = 5, SHARED = 6, COLUMNS = 7;
+    constexpr int PORTS = 2; // of a path; the others are shared links
     const size_t n = sender.shape(0), ranks = host_of.shape(0);
     check_range(sender, n, "sender", ranks);
     check_range(receiver, n, "receiver", ranks);
@@ -218,14 +222,20 @@ double flow_serially(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints 
         const int length = crosses_pods ? 4 : is_inside && a[SHARED] >= 0 ? 3 : 2;
         double slowest = std::numeric_limits<double>::infinity();
         for (int p = 0; p < length; ++p) {
-            begin = std::max(begin, free_at[path[p]]);
+            if (p < PORTS)
+                begin = std::max(begin, free_at[path[p]]);
             slowest = std::min(slowest, rate(path[p]));
         }
         const double latency = is_inside ? latency_inside : latency_across;
         const double free_from = begin + latency + (delay.shape(0) ? delay(i) : 0);
-        const double bytes = static_cast<double>(nbytes(i)), end = free_from + bytes / slowest;
-        for (int p = 0; p < length; ++p)
-            free_at[path[p]] = free_from + bytes / rate(path[p]);
+        const double bytes = static_cast<double>(nbytes(i)), seconds = bytes / slowest;
+        double end = free_from + seconds;
+        for (int p = 0; p < length; ++p) {
+            double &free = free_at[path[p]];
+            free = (p < PORTS ? free_from : std::max(free, free_from - seconds)) + bytes / rate(path[p]);
+            if (p >= PORTS)
+                end = std::max(end, free);
+        }
         sent.add(queue, end);
         arrived[i] = received.add(to, end);
         last = std::max(last, end);

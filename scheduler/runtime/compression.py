@@ -293,14 +293,26 @@ def code_modules(modules: Mapping[int, torch.nn.Module], policy: Policy) -> Argu
                     f"compression has zero=, but {name!r} of stage {stage} is {dtype_name(parameter.dtype)}; codecs "
                     f"code {', '.join(CODED_DTYPES)}"
                 )
-        for submodule in module.modules():
-            if all_gathers is not None and hasattr(submodule, "set_custom_all_gather"):
-                submodule.set_custom_all_gather(CompressedAllGather(all_gathers))
-            if reduce_scatters is not None and hasattr(submodule, "set_custom_reduce_scatter"):
-                reduce_scatter = CompressedReduceScatter(reduce_scatters, feedback="zero" in policy.feedback)
-                submodule.set_custom_reduce_scatter(reduce_scatter)
-                submodule.reshard_reduce_scatter = reduce_scatter  # type: ignore[assignment]
+        for name, submodule in module.named_modules():
+            try:
+                _encode_collectives(submodule, all_gathers, reduce_scatters, "zero" in policy.feedback)
+            except ValueError:  # torch would not know which mesh is meant
+                what = repr(name) if name else "the module"
+                return ArgumentError(
+                    f"compression has zero=, but {what} of stage {stage} has parameters on several meshes; wrap the "
+                    "modules with parameters of each mesh by calls of fully_shard"
+                )
     return None
+
+
+def _encode_collectives(module: Any, all_gathers: str | None, reduce_scatters: str | None, feedback: bool) -> None:
+    """Replace the collectives of a module, if FSDP shards it, by encoded ones; None keeps FSDP's own."""
+    if all_gathers is not None and hasattr(module, "set_custom_all_gather"):
+        module.set_custom_all_gather(CompressedAllGather(all_gathers))
+    if reduce_scatters is not None and hasattr(module, "set_custom_reduce_scatter"):
+        reduce_scatter = CompressedReduceScatter(reduce_scatters, feedback=feedback)
+        module.set_custom_reduce_scatter(reduce_scatter)
+        module.reshard_reduce_scatter = reduce_scatter
 
 
 def find_reduce_scatters(modules: Mapping[int, torch.nn.Module]) -> dict[str, CompressedReduceScatter]:

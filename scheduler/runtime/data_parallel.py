@@ -236,11 +236,10 @@ def align_gradients(module: torch.nn.Module) -> None:
 
 
 def fsdp_ranks(module: Any) -> list[int]:
-    """World ranks of FSDP's shards and replicas; empty without FSDP, or if torch does not expose them."""
-    for fsdp_submodule in _fsdp_modules(module):
-        if (ranks := torch_compat.fsdp_ranks(fsdp_submodule)) is not None:
-            return ranks
-    return []
+    """World ranks of FSDP's shards and replicas, of all meshes that the parameters are on; empty without FSDP."""
+    return sorted(
+        {rank for fsdp_submodule in _fsdp_modules(module) for rank in torch_compat.fsdp_ranks(fsdp_submodule)}
+    )
 
 
 def is_fsdp(module: Any) -> bool:

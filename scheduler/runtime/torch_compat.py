@@ -172,12 +172,14 @@ def reset_reducer(ddp: Any) -> None:
         ddp.reducer._reset_state()
 
 
-def fsdp_ranks(module: Any) -> list[int] | None:
-    """World ranks of the shards and replicas of an FSDP module; None if it holds no sharded parameter itself."""
-    try:
-        return sorted(module._get_fsdp_state()._fsdp_param_group.mesh_info.mesh.mesh.flatten().tolist())
-    except AttributeError:  # no group of parameters
-        return None
+def fsdp_ranks(module: Any) -> set[int]:
+    """World ranks of the shards and replicas of the parameters that an FSDP module holds itself."""
+    state = module._get_fsdp_state()
+    # Up to torch 2.11 all parameters of a module are on one mesh.
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if groups is None else groups
+    meshes = [group.mesh_info.mesh.mesh for group in groups if group is not None]
+    return {rank for mesh in meshes for rank in mesh.flatten().tolist()}
 
 
 # Tensors
@@ -281,7 +283,7 @@ class GroupedProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not _grouped_mm():
+        if func is not torch.ops.aten._grouped_mm.default:
             return func(*args, **kwargs)
         left, right = args[:2]
         offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
@@ -289,8 +291,3 @@ class GroupedProducts(TorchDispatchMode):
         groups = groups or ([left.shape[0]] if left.dim() == right.dim() == 3 else [])
         dtype = kwargs.get("out_dtype") or left.dtype
         return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=dtype)
-
-
-def _grouped_mm() -> Any:
-    """The operator; None if torch has none."""
-    return getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)

@@ -9,7 +9,10 @@ from reshard.plan import Plan, find_turns, recvs_ahead, tabulate_messages
 
 
 def serial_seconds_python(plan: Plan) -> float:
-    """The arrival of the last message, in seconds after the start, if each port passes one message at a time."""
+    """The arrival of the last message, in seconds after the start, if each port passes one message at a time.
+
+    Links that many ports share pass several at once.
+    """
     topology, messages = plan.topology, tabulate_messages(plan)
     turns = find_turns(plan)
     free_at: dict[tuple[Any, ...], float] = defaultdict(float)
@@ -24,7 +27,7 @@ def serial_seconds_python(plan: Plan) -> float:
         path = _path(plan, sender, receiver)
         a, b = topology.host_of_rank[sender], topology.host_of_rank[receiver]
         earlier = messages.after[messages.after_at[i] : messages.after_at[i + 1]].tolist()
-        begin = max([0.0, *(arrived[other] for other in earlier), *(free_at[port] for port in path)])
+        begin = max([0.0, *(arrived[other] for other in earlier), *(free_at[port] for port in list(path)[:2])])
         for ends, back in ((sent[sender, a == b], window), (received[receiver], recvs_ahead(window))):
             if len(ends) >= back:
                 begin = max(begin, ends[-back])
@@ -32,9 +35,12 @@ def serial_seconds_python(plan: Plan) -> float:
         if topology.turn_seconds and turns[messages.transfer[i]] and messages.chunk[i] == 0:
             held += topology.turn_seconds
         nbytes = float(messages.nbytes[i])
-        end = held + nbytes / min(path.values())
-        for port, rate in path.items():
-            free_at[port] = held + nbytes / rate
+        seconds = nbytes / min(path.values())
+        end = held + seconds
+        for number, (link, rate) in enumerate(path.items()):
+            is_shared = number >= 2
+            free_at[link] = (max(free_at[link], held - seconds) if is_shared else held) + nbytes / rate
+            end = max(end, free_at[link]) if is_shared else end
         for ends in (sent[sender, a == b], received[receiver]):
             ends.append(max(end, ends[-1]) if ends else end)
         arrived[i] = received[receiver][-1]
@@ -42,7 +48,7 @@ def serial_seconds_python(plan: Plan) -> float:
 
 
 def _path(plan: Plan, sender: int, receiver: int) -> dict[tuple[Any, ...], float]:
-    """The rates of the ports between two ranks, by port."""
+    """The rates of the links between two ranks: two ports, then links that many ports share."""
     topology = plan.topology
     a, b = topology.host_of_rank[sender], topology.host_of_rank[receiver]
     if a == b:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -109,6 +110,29 @@ class Pieces:
     tensor: np.ndarray
     start: np.ndarray
     stop: np.ndarray
+
+    @classmethod
+    def join(cls, parts: Sequence[Pieces]) -> Pieces:
+        """Concatenate pieces. Chunks, classes and host classes are numbered on from part to part."""
+
+        def number_on(name: str) -> np.ndarray:
+            columns = [getattr(part, name) for part in parts]
+            before = np.cumsum([0] + [int(column.max(initial=-1)) + 1 for column in columns])[:-1]
+            return np.concatenate([column + number for column, number in zip(columns, before, strict=True)])
+
+        return cls(
+            chunk=number_on("chunk"),
+            class_of=number_on("class_of"),
+            host_class_of=number_on("host_class_of"),
+            nbytes=np.concatenate([part.nbytes for part in parts]),
+            at=np.concatenate([[0], np.cumsum(np.concatenate([np.diff(part.at) for part in parts]))]),
+            tensor=np.concatenate([part.tensor for part in parts]),
+            start=np.concatenate([part.start for part in parts]),
+            stop=np.concatenate([part.stop for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.chunk)
 
 
 def cut_pieces(

@@ -46,6 +46,34 @@ def put_in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
     )
 
 
+def interleave(schedules: Sequence[Schedule], num_pieces: Sequence[int]) -> Schedule:
+    """One schedule of several that share no port. Each keeps its order; all begin and end together.
+
+    Args:
+        schedules: the schedules.
+        num_pieces: number of pieces of each; those of the next one are numbered on.
+    """
+    pieces_before = np.cumsum([0, *num_pieces])
+    before = np.cumsum([0] + [len(schedule.piece) for schedule in schedules])
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("piece", "source", "after", "num_after", "share")}
+    for number, schedule in enumerate(schedules):
+        columns["piece"].append(schedule.piece + pieces_before[number])
+        columns["source"].append(np.where(schedule.source < 0, -1, schedule.source + before[number]))
+        columns["after"].append(schedule.after + before[number])
+        columns["num_after"].append(np.diff(schedule.after_at))
+        columns["share"].append(np.arange(len(schedule.piece)) / max(len(schedule.piece), 1))
+    joined = {name: np.concatenate(column) for name, column in columns.items()}
+    schedule = Schedule(
+        piece=joined["piece"],
+        sender=np.concatenate([schedule.sender for schedule in schedules]),
+        receiver=np.concatenate([schedule.receiver for schedule in schedules]),
+        source=joined["source"],
+        after_at=np.concatenate([[0], np.cumsum(joined["num_after"])]),
+        after=joined["after"],
+    )
+    return put_in_order(schedule, np.argsort(joined["share"], kind="stable"))
+
+
 def make_schedule(ports: Ports, workload: Workload) -> Schedule:
     """Schedule all pieces of a workload: senders, receivers, and an order without deadlocks.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,8 @@ from reshard.errors import ArgumentError
 from reshard.plan import Transfers
 from reshard.planner.multicast.classes import MIN_SLICES, Classes, Pieces, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
-from reshard.planner.multicast.native_schedule import Schedule, make_schedule
+from reshard.planner.multicast.native_schedule import Schedule, interleave, make_schedule
+from reshard.planner.multicast.parts import Part, split_by_ports
 from reshard.planner.multicast.relay_limits import limit_relay_staging
 from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.workload import UNITS, Ports, Workload
@@ -78,6 +80,8 @@ def schedule_chunks(
         near_first, keeps_partners: see :class:`Workload`.
         prepared: the result of :func:`make_workload` for ``problem``, if known.
     """
+    if parts := split_by_ports(problem):
+        return _schedule_parts(problem, parts, near_first, keeps_partners)
     workload, pieces = prepared or make_workload(problem)
     ports = ports_of(problem)
     is_plain = ports.have_equal_rates and not ports.have_multi_port_hosts and not ports.pod
@@ -85,9 +89,30 @@ def schedule_chunks(
         workload = replace(workload, is_broadcast=True)
     elif workload.num_steps > _MAX_STEPS:
         return broadcast_in_rotation(problem)
-    schedule = make_schedule(ports, replace(workload, near_first=near_first, keeps_partners=keeps_partners))
-    num_ranks = len(problem.topology.host_of_rank)
-    return _to_transfers(problem, pieces, limit_relay_staging(schedule, workload, num_ranks, problem.staging_bytes))
+    workload = replace(workload, near_first=near_first, keeps_partners=keeps_partners)
+    return _to_transfers(problem, pieces, _schedule(problem, ports, workload))
+
+
+def _schedule(problem: PlanProblem, ports: Ports, workload: Workload) -> Schedule:
+    schedule = make_schedule(ports, workload)
+    return limit_relay_staging(schedule, workload, len(problem.topology.host_of_rank), problem.staging_bytes)
+
+
+def _schedule_parts(problem: PlanProblem, parts: Sequence[Part], near_first: bool, keeps_partners: bool) -> Transfers:
+    """The transfers of all parts; parts with equal workloads have one schedule."""
+    known: dict[object, Schedule] = {}
+    schedules, pieces = [], []
+    for part in parts:
+        workload, cut = make_workload(part.problem)
+        workload = replace(workload, near_first=near_first, keeps_partners=keeps_partners)
+        ports = ports_of(part.problem, range(len(part.ranks)))
+        key = ports, workload.key
+        if key not in known:
+            known[key] = _schedule(part.problem, ports, workload)
+        made = known[key]
+        schedules.append(replace(made, sender=part.ranks[made.sender], receiver=part.ranks[made.receiver]))
+        pieces.append(cut)
+    return _to_transfers(problem, Pieces.join(pieces), interleave(schedules, [len(cut) for cut in pieces]))
 
 
 def multicast_near(problem: PlanProblem) -> Routes | Transfers:
@@ -186,10 +211,16 @@ def _largest_chunks(problem: PlanProblem, host_classes: HostClasses) -> np.ndarr
     )
 
 
-def ports_of(problem: PlanProblem) -> Ports:
-    """One port per NIC. Rates are relative to the largest, and nearly equal rates are made equal."""
+def ports_of(problem: PlanProblem, ranks: Collection[int] | None = None) -> Ports:
+    """One port per NIC. Rates are relative to the largest, and nearly equal rates are made equal.
+
+    Args:
+        problem: the problem.
+        ranks: those that participate; None: the ranks of all tensors.
+    """
     topology = problem.topology
-    ranks = {rank for spec in problem.tensors for rank in (*spec.src.ranks, *spec.dst.ranks)}
+    if ranks is None:
+        ranks = {rank for spec in problem.tensors for rank in (*spec.src.ranks, *spec.dst.ranks)}
     number: dict[tuple[int, int], int] = {}
     host: list[int] = []
     out: list[float] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -95,6 +95,13 @@ class Workload:
     is_broadcast: bool = False
     inside_each: float = 0.0
     inside_per_byte: float = 0.0
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Values that are equal if two workloads are."""
+        values = [getattr(self, item.name) for item in fields(self)]
+        arrays = [array for value in values for array in (value if isinstance(value, tuple) else (value,))]
+        return tuple(array.tobytes() if isinstance(array, np.ndarray) else array for array in arrays)
 
     @property
     def num_messages(self) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard import Layout, Mesh, ReshardError
+from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, interleaved_1f1b, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
@@ -244,6 +245,52 @@ def test_fsdp_replicas_need_num_loss_shards():
         assert (
             "stage 1 gives a loss on 2 replicas under FSDP, which see different data, but num_loss_shards is 1" in error
         )
+
+
+def run_on_two_meshes(rank, options):
+    """Stage 1 on ranks 1 and 2, with a table that FSDP has on a mesh of one rank."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    groups, pipeline, module = make_groups(), make_pipeline(), First()
+    alone = [dist.new_group([1]), dist.new_group([2])]
+    if rank:
+        module = Last()
+        module.table = nn.Embedding.from_pretrained(module.table.weight.detach(), freeze=False)  # not sparse
+        mesh = DeviceMesh.from_group(groups[1], "cpu")
+        both, one = (FSDPMeshInfo(item, 0) for item in (mesh, DeviceMesh.from_group(alone[rank - 1], "cpu")))
+
+        def place(parameter):
+            return ShardPlacementResult(None, one if parameter is module.table.weight else both)
+
+        if "compression" in options:
+            module.float()
+        fully_shard(module, mesh=mesh, shard_placement_fn=place)
+    try:
+        with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, **options) as engine:
+            engine.step(feed(rank, 0))
+    except ArgumentError as error:
+        return str(error)
+    return {name: _plain(p.grad) for name, p in module.named_parameters() if rank and "table" not in name}
+
+
+@pytest.mark.integration
+def test_fsdp_may_have_parameters_on_several_meshes():
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("all parameters of an FSDP module are on one mesh in this version of torch")
+    for options, text in (
+        ({}, "stage 1 gives a loss on 2 replicas under FSDP"),
+        ({"compression": Policy(zero="int8x128")}, "the module of stage 1 has parameters on several meshes"),
+    ):
+        for error in run_processes(run_on_two_meshes, 3, options, timeout_seconds=60)[1:]:
+            assert text in error
+    wanted = single_process(1)
+    for gradients in run_processes(run_on_two_meshes, 3, {"num_loss_shards": 2}, timeout_seconds=60)[1:]:
+        assert gradients
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(torch.from_numpy(gradient), torch.from_numpy(wanted[name]), rtol=1e-10, atol=0)
 
 
 class Twice(nn.Module):
