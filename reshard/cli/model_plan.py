@@ -81,12 +81,12 @@ def read_model(source: str, dtype: str | None) -> Model:
         ArgumentError: transformers is not installed, or has no causal language model for the config; or a path names
             no file.
     """
+    _check_source(source)
     try:
         import torch
         import transformers
     except ImportError:
         raise ArgumentError("--model needs torch and transformers: pip install torch transformers") from None
-    _check_source(source)
     try:
         config = _read_config(source)
         config_dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")

@@ -93,7 +93,8 @@ def run(options: argparse.Namespace) -> int:
     for name in ("shape", "src_mesh", "dst_mesh"):
         if getattr(options, name) is None:
             raise ArgumentError(
-                f"--{name.replace('_', '-')} is missing; a plan needs --shape, --src-mesh and --dst-mesh"
+                f"--{name.replace('_', '-')} is missing; a plan needs --shape, --src-mesh and --dst-mesh, or --model; "
+                "reshard plan --help has examples"
             )
     src_mesh = Mesh.of(options.src_mesh)
     first = src_mesh.size if options.dst_first_rank is None else options.dst_first_rank

@@ -74,7 +74,8 @@ class PublishReport:
                     f"{format_seconds(self.predicted_seconds)}, {bound})"
                 )
         if lacking:
-            reasons = "; ".join(f"engine {engine}: {why}" for engine, why in lacking.items())
+            named = ((f"engine {engine}: ", why) for engine, why in lacking.items())
+            reasons = "; ".join(f"{name}{why.removeprefix(name)}" for name, why in named)
             parts.append(f"{count_of(len(lacking), 'engine')} do{'es' * (len(lacking) == 1)} not hold it ({reasons})")
         return f"version {self.version}: {'; '.join(parts)}"
 

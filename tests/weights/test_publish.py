@@ -257,6 +257,7 @@ def _mistakes(rank, _, store):
                 with pytest.raises(ArgumentError, match="must be an integer"):
                     publisher.publish(bad)
             report = publisher.publish(3).wait(60)
+            assert str(report).count("engine ") == 2, str(report)  # how many, and which one
             assert "has shape [5, 7], but" in str(report.engines) or "only the source has" in str(report.engines)
             with pytest.raises(ArgumentError, match="version 3 is not larger than 3"):
                 publisher.publish(3)
