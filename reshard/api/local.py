@@ -12,20 +12,19 @@ from typing import Any, Unpack
 import numpy as np
 import xxhash
 
+from reshard.api.arrays.equal_shards import CORNER, describe_equal_shards
 from reshard.api.options import PlanOptions, TransferOptions, read_options, shows_options
 from reshard.codecs import ErrorSums, has_variable_size
 from reshard.codecs.raw_bytes import decoded_dtype
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.formatting import brief, describe_ranks
+from reshard.formatting import brief
 from reshard.plan import Plan, ensure_checked, expand_messages
 from reshard.planner import compress_tensors, plan_tensors
 from reshard.public_api import caller_level, not_compiled
 from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards, TensorSpec, check_shape, find_global_shape
 
 Array = Any
-#: Slices of each dim at either end of a shard whose values are compared first.
-_CORNER = 8
 
 
 @not_compiled
@@ -411,7 +410,7 @@ def _warn_of_copies(what: str, shards: Mapping[int, Array], shape: Sequence[int]
         or any(getattr(array, "is_meta", False) for array in shards.values())
     ):
         return
-    for ends in (slice(_CORNER), slice(-_CORNER, None), slice(None)):
+    for ends in (slice(CORNER), slice(-CORNER, None), slice(None)):
         digests = {
             (tuple(array.shape), xxhash.xxh3_64(_bytes_of(array[(ends,) * array.ndim])).intdigest())
             for array in shards.values()
@@ -420,12 +419,7 @@ def _warn_of_copies(what: str, shards: Mapping[int, Array], shape: Sequence[int]
             return
     values = _bytes_of(next(iter(shards.values()))).reshape(math.prod(local_shape), -1)
     if (values != values[0]).any():
-        warnings.warn(
-            f"{what}: {describe_ranks(sorted(shards))} pass equal shards of shape {list(local_shape)}, so the whole "
-            f"has shape {list(shape)}. If each passes the whole tensor, omit the spec of the source or pass shards; if "
-            f"this is meant, pass shape={list(shape)}",
-            stacklevel=caller_level(),
-        )
+        warnings.warn(describe_equal_shards(what, list(shards), local_shape, shape), stacklevel=caller_level())
 
 
 def _bytes_of(array: Array) -> Any:
