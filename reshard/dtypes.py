@@ -12,19 +12,24 @@ from reshard.formatting import brief, did_you_mean
 
 _BY_SIZE = {
     1: "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
-    "float4_e2m1fn_x2 bits8 bits1x8 bits2x4 bits4x2 "
-    "int1 int2 int3 int4 int5 int6 int7 uint1 uint2 uint3 uint4 uint5 uint6 uint7",
+    "float4_e2m1fn_x2 bits8 bits1x8 bits2x4 bits4x2",
     2: "int16 uint16 float16 bfloat16 bits16",
     4: "int32 uint32 float32 complex32",
     8: "int64 uint64 float64 complex64",
     16: "complex128",
 }
 
+#: torch's integers of less than a byte, which have a byte each. Errors do not list them all.
+_NARROW = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
 #: Bytes per element of each supported dtype.
 ITEMSIZE: dict[str, int] = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
+ITEMSIZE |= dict.fromkeys(_NARROW, 1)
 
 _ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
 _ALIASES |= {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+#: Names in use that leave open which dtype they mean, and the one that most mean.
+_AMBIGUOUS = {"fp8": "float8_e4m3fn", "float8": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+_AMBIGUOUS |= {"e5m2": "float8_e5m2", "fp8_e5m2": "float8_e5m2", "fp4": "float4_e2m1fn_x2"}
 
 
 def dtype_name(dtype: Any) -> str:
@@ -47,8 +52,11 @@ def dtype_name(dtype: Any) -> str:
         name = name.removeprefix("torch.")
         name = _ALIASES.get(name, name)
     if not isinstance(name, str) or name not in ITEMSIZE:
-        known = sorted(ITEMSIZE)
+        listed = ", ".join(sorted(set(ITEMSIZE).difference(_NARROW)))
+        meant = _AMBIGUOUS.get(name.lower()) if isinstance(name, str) else None
+        hint = did_you_mean(name, [*ITEMSIZE, *_ALIASES]) if meant is None else f"; did you mean {meant!r}?"
         raise ArgumentError(
-            f"dtype {brief(name)} is not supported; supported dtypes are {', '.join(known)}{did_you_mean(name, known)}"
+            f"dtype {brief(name)} is not supported; supported dtypes are {listed}, and of a byte each int1 to int7 and "
+            f"uint1 to uint7{hint}"
         )
     return name

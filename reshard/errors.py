@@ -10,7 +10,7 @@
     ├── ScheduleError        a schedule does not fit its pipeline or deadlocks, or a text is not a schedule
     ├── TopologyError        a topology does not fit the ranks
     ├── ArgumentError        tensors, shapes, dtypes or keywords do not fit the layouts
-    │   └── OptionError      a function does not take a keyword; also a TypeError
+    │   └── OptionError      a call lacks an argument or has an unknown keyword; also a TypeError
     ├── DisagreementError    ranks called with different arguments
     ├── ResourceError        a rank has too few file descriptors, or too many collectives under way
     ├── RemoteError          another rank failed; the text names the rank and its error
@@ -68,7 +68,7 @@ class ArgumentError(ReshardError, ValueError):
 
 
 class OptionError(ArgumentError, TypeError):
-    """A keyword argument that a function does not take. The call has not begun."""
+    """A call lacks an argument, or has a keyword that the function does not take. The call has not begun."""
 
 
 class DisagreementError(ReshardError, ValueError):

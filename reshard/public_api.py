@@ -5,10 +5,15 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
+
+from reshard.errors import OptionError
+from reshard.formatting import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -71,6 +76,36 @@ def not_compiled(function: F) -> F:
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile reads this attribute
     return cast(F, call)
+
+
+def shows_call(function: F) -> F:
+    """Decorate a function: a call that lacks an argument, or has one that it does not take, shows the right call.
+
+    Such a call raises an :class:`~reshard.errors.OptionError`, which is a TypeError too.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            signature = inspect.signature(function)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as wrong:
+                raise _describe_call(function.__name__, signature, str(wrong)) from None
+            raise error
+
+    return cast(F, call)
+
+
+def _describe_call(name: str, signature: inspect.Signature, wrong: str) -> OptionError:
+    """The error of a call that does not fit the signature."""
+    required = [key for key, item in signature.parameters.items() if item.default is item.empty]
+    options = [key for key, item in signature.parameters.items() if item.default is not item.empty]
+    quoted = re.search(r"argument '(\w+)'", wrong) if "unexpected" in wrong else None
+    hint = did_you_mean(quoted[1], options) if quoted else ""
+    return OptionError(f"{name}: {wrong}; call {name}({', '.join(required)}); options: {', '.join(options)}{hint}")
 
 
 def caller_level() -> int:

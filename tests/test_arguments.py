@@ -14,7 +14,7 @@ import torch
 
 from reshard import Layout, Mesh, make_plan
 from reshard.arguments import check_arguments, check_fields
-from reshard.errors import ArgumentError, ReshardError
+from reshard.errors import ArgumentError, OptionError, ReshardError
 from tests.test_house import modules_of_package
 
 
@@ -82,6 +82,15 @@ def test_what_annotations_allow_is_passed_on():
     with pytest.raises(TypeError, match="unexpected keyword argument 'typo'"):
         call(typo=1)
     assert list(inspect.signature(call).parameters)[:2] == ["count", "seconds"]
+
+
+def test_call_that_lacks_an_argument_shows_the_right_one():
+    with pytest.raises(
+        OptionError, match=r"^make_plan: missing a required argument: 'dtype'; call make_plan\(src, dst, "
+    ):
+        make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1)), "float32")
+    with pytest.raises(OptionError, match=r"did you mean 'topology'\?$"):
+        make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1)), (4,), "float32", toplogy=None)
 
 
 @dataclass(frozen=True)

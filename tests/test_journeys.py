@@ -48,12 +48,13 @@ def test_push_weights(tmp_path):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         jobs.append(subprocess.Popen(launch, cwd=tmp_path, text=True, **pipes))
     try:
-        (_, trainer_errors), (printed, engine_errors) = (job.communicate(timeout=240) for job in jobs)
+        (report, trainer_errors), (printed, engine_errors) = (job.communicate(timeout=240) for job in jobs)
     finally:
         for job in jobs:
             job.kill()
     assert [job.returncode for job in jobs] == [0, 0], trainer_errors + engine_errors
     assert re.fullmatch(r"version 3 predicts \d", printed.splitlines()[-1])
+    assert re.fullmatch(r"version 3: (no engine is connected; .*|1 engine holds it: .*)\n", report)
 
 
 @pytest.mark.nightly
@@ -113,9 +114,23 @@ def test_search_a_training_plan(tmp_path, monkeypatch, capsys):
     assert f"`{option} {name}`" in page.read_text()
     assert _run([*words, option, name]) == 0
     shown = capsys.readouterr().out
-    for term in ("balance", "stage 0", "step", "memory"):
+    for term in ("layers reach 0.5 of --flops 3.12e+14 (--efficiency)", "balance", "stage 0", "step", "memory"):
         assert term in shown, term
     assert "<div class='stage'>" in (tmp_path / name).read_text()
+
+
+@pytest.mark.integration
+def test_train_with_a_checkpoint_and_continue(tmp_path, monkeypatch, capfd):
+    """The command of the page that saves a checkpoint, with a smaller model on two ranks, and again with ``--resume``."""
+    monkeypatch.chdir(tmp_path)
+    page = commands(DOCS / "training-presets.md", "sh", "--checkpoint gpt3.checkpoint")
+    (words,) = (command for command in page if "--checkpoint" in command)
+    words += ["--shrink", "24", "--meshes", "1x1,1x1", "--batch", "8", "--microbatches", "4", "--report", "none"]
+    assert _run([*words, "--steps", "1"]) == 0
+    assert "step 1: saved a checkpoint in gpt3.checkpoint" in capfd.readouterr().err
+    assert _run([*words, "--steps", "2", "--resume"]) == 0
+    shown = capfd.readouterr()
+    assert "continuing at step 1" in shown.err and "step 2: saved a checkpoint in gpt3.checkpoint" in shown.err
 
 
 def test_a_mistake_in_any_name_of_the_plan_of_the_readme_is_named(capsys):

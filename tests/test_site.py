@@ -28,6 +28,7 @@ ANSWERS = {
     "How do I receive into fused projections, with layouts of my own?": (
         "weights-by-mover.html#fused-projections-few-heads-of-keys-and-experts"
     ),
+    "How do I say which part of q, k and v a rank holds?": "weights-shards.html#a-fused-projection-on-two-ranks",
     "How do experts go from EP to TP?": "weights.html#experts",
     "How do quantized weights take their scales along?": "weights-by-mover.html#quantized-weights-with-their-scales",
     "How do I describe the network of my cluster?": "concepts.html#topology",

@@ -22,6 +22,11 @@ def _search():
     ("call", "name"),
     [
         (lambda: find_strategy("multicst"), "multicast"),
+        (lambda: find_strategy("brodcast"), "broadcast"),
+        (
+            lambda: reshard.make_plan(reshard.Layout(Mesh.of(1)), reshard.Layout(Mesh.of(1)), (4,), "fp8"),
+            "float8_e4m3fn",
+        ),
         (lambda: reshard.load_preset("dgx_h10", 8), "dgx_h100"),
         (lambda: reshard.make_plan(reshard.Layout(Mesh.of(1)), reshard.Layout(Mesh.of(1)), (4,), "flot32"), "float32"),
         (lambda: reshard.reshard_local({}, Mesh.of(1), Mesh.of(1), compresion="int8x128"), "compression"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard import __version__
 from reshard.api.arrays.casts import check_cast, warn_of_float8
+from reshard.api.arrays.equal_shards import describe_equal_shards, digest_corners
 from reshard.api.arrays.memory_in_use import check_unused
 from reshard.api.arrays.tensor_checks import (
     check_base,
@@ -35,6 +37,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
 from reshard.formatting import brief
 from reshard.planner import find_strategy
+from reshard.public_api import caller_level
 from reshard.runtime.array_bytes import digest_array
 from reshard.runtime.cuda.encoded_shards import check_device_codec
 from reshard.runtime.cuda.host_copies import is_copied
@@ -105,6 +108,11 @@ def agree(inputs: Inputs, purpose: str) -> Agreement:
     if is_copied(decision.device_type, needs_cpu(options)):
         items, decision = copy_to_host(items, channel, decision)
     checked = replace(inputs, items=items)
+    for item in items:
+        if item.name in decision.equal and item.tensor is not None:
+            what = f"tensor {item.name!r}" if item.name else "the tensor"
+            text = describe_equal_shards(what, item.src.ranks, item.tensor.shape, decision.shapes[item.name])
+            warnings.warn(text, stacklevel=caller_level())
     return Agreement(checked, channel, round_number, decision, request.arguments, frozenset(lost), purpose)
 
 
@@ -168,6 +176,8 @@ def _check_local(arguments: list[tuple[str, str]], tensors: dict[str, TensorRequ
     for item in checked:
         if item.is_assumed_replicated and item.tensor is not None and len(item.src.ranks) > 1:
             tensors[item.name] = replace(tensors[item.name], digest=digest_array(item.tensor))
+        elif item.shape is None and item.src_dtensor is None and item.tensor is not None and len(item.src.ranks) > 1:
+            tensors[item.name] = replace(tensors[item.name], corners=digest_corners(item.tensor))
     return checked
 
 

@@ -69,7 +69,8 @@ def reshard(
         src_spec, dst_spec: how the mesh shards the tensor, in any notation of :class:`~reshard.Layout`. Default:
             every rank of the mesh holds the whole tensor.
         shape, dtype: global shape and dtype. Default: derived from the source shards, whose sizes add up to the
-            global shape.
+            global shape. If source shards on CPUs then seem equal, each may be the whole tensor by mistake: their ranks
+            warn.
         dst_dtype: dtype of the result, cast as by ``Tensor.to``: floating point to floating point of any width, or a
             type promotion. Default: the source's. The narrower dtype is on the wire. A cast to float8 has no scale, and
             warns.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
@@ -11,6 +12,7 @@ from typing import Any, Unpack
 import numpy as np
 import xxhash
 
+from reshard.api.arrays.equal_shards import CORNER, describe_equal_shards
 from reshard.api.options import PlanOptions, TransferOptions, read_options, shows_options
 from reshard.codecs import ErrorSums, has_base, has_variable_size
 from reshard.codecs.raw_bytes import decoded_dtype
@@ -19,7 +21,7 @@ from reshard.errors import ArgumentError, DisagreementError
 from reshard.formatting import brief
 from reshard.plan import Plan, ensure_checked, expand_messages
 from reshard.planner import compress_tensors, plan_tensors
-from reshard.public_api import not_compiled
+from reshard.public_api import caller_level, not_compiled
 from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards, TensorSpec, check_shape, find_global_shape
 
 Array = Any
@@ -157,7 +159,8 @@ def reshard_local(
         shards: ``{source rank: local array}``, NumPy or torch.
         src, dst: a layout or a mesh.
         src_spec, dst_spec: how the mesh shards the tensor. Default: every rank of the mesh holds the whole tensor.
-        shape: the global shape. Default: computed from the shards.
+        shape: the global shape. Default: computed from the shards, with a warning if they are equal, as they are if
+            each rank passes the whole tensor by mistake.
         dst_dtype: dtype of the result. Default: the source's.
         base, out: with ``compression="delta"``: the source shards of an earlier version, and the destination shards
             that hold it, ``{rank: array}``. They are not changed. Unless digests find the same version in both, the
@@ -223,6 +226,7 @@ def _reshard_one(
     shards = _read_shards(shards)
     if shape is None:
         shape = find_global_shape(what, {rank: array.shape for rank, array in shards.items()}, src_layout)
+        _warn_of_copies(what, shards, shape)
     if compression is not None:
         _check_values(shards, "shards")
     dtype = dtype_on_wire = dtype_name(next(iter(shards.values())).dtype)
@@ -392,6 +396,30 @@ def _check_replicas(shards: Mapping[int, Array]) -> None:
                 f"rank {rank} holds other elements than rank {first}, but without src_spec every source rank holds the "
                 "whole tensor; pass src_spec= if it is sharded"
             )
+
+
+def _warn_of_copies(what: str, shards: Mapping[int, Array], shape: Sequence[int]) -> None:
+    """Warn if each rank seems to pass the whole tensor in place of its shard: their values are equal, and not constant.
+
+    Reads the corners of the shards first, which tell almost always.
+    """
+    local_shape = tuple(next(iter(shards.values())).shape)
+    if (
+        tuple(shape) == local_shape
+        or 0 in local_shape
+        or any(getattr(array, "is_meta", False) for array in shards.values())
+    ):
+        return
+    for ends in (slice(CORNER), slice(-CORNER, None), slice(None)):
+        digests = {
+            (tuple(array.shape), xxhash.xxh3_64(_bytes_of(array[(ends,) * array.ndim])).intdigest())
+            for array in shards.values()
+        }
+        if len(digests) > 1:
+            return
+    values = _bytes_of(next(iter(shards.values()))).reshape(math.prod(local_shape), -1)
+    if (values != values[0]).any():
+        warnings.warn(describe_equal_shards(what, list(shards), local_shape, shape), stacklevel=caller_level())
 
 
 def _bytes_of(array: Array) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from reshard.cli import plan_player, plan_times, plan_trees
 from reshard.cli.report import describe_plan
-from reshard.cost import Bound, Makespan, find_bound, predict_timeline
+from reshard.cost import Bound, Makespan, describe_ties, find_bound, find_busiest_ports, predict_timeline
 from reshard.drawing import draw_page
 from reshard.errors import PlanError
 from reshard.formatting import count_of, format_bytes, format_rate, format_seconds
@@ -30,12 +30,16 @@ _STYLE = """
 """
 
 
-def plan_to_html(plan: Plan) -> str:
+def plan_to_html(plan: Plan, title: str | None = None) -> str:
     """Draw a plan as a self-contained HTML page of at most 2 MB.
 
     The page begins with its hosts, the bytes between them as arrows, and a sentence that names the bottleneck. A slider
     plays the simulated transfer through time. Trees, a chart of times, and tables follow. If there are more than 16
     hosts on a side, each box is a group of hosts. A plan that is too large to simulate is drawn without times.
+
+    Args:
+        plan: the plan.
+        title: the heading. Default: the tensor, or the first of several.
 
     Returns:
         The text of the page, to be written to a file.
@@ -52,7 +56,7 @@ def plan_to_html(plan: Plan) -> str:
     drawn = f"<div class='hosts'>{draw_boxes(boxes, traffic, marked)}{plan_player.CONTROLS}</div>"
     beside = [_describe_bytes(plan), draw_roles(boxes), _describe_arrows(traffic)]
     parts = [
-        f"<h1>{escape(name_tensors(plan))}</h1>",
+        f"<h1>{escape(title or name_tensors(plan))}</h1>",
         f"<p class='said'>{sentence}</p><div class='top'>{drawn}<div>{''.join(beside)}</div></div>",
     ]
     if all(box.is_host for box in boxes.all) and len(traffic.nbytes):
@@ -83,10 +87,9 @@ def find_bottleneck(bound: Bound, loads: list[Load], makespan: Makespan) -> tupl
     limit = f"no plan{'' if bound.holds_with_relays else ' without relays'} is faster than "
     busiest = max(loads, key=lambda load: load.seconds)
     if busiest.seconds <= bound.seconds * _ABOVE_BOUND:
-        alike = len({load.port for load in loads if load.seconds >= busiest.seconds / _ABOVE_BOUND}) - len(bound.ports)
-        ties = f" ({count_of(alike, 'other port')} {'is' if alike == 1 else 'are'} as busy.)" if alike > 0 else ""
+        ties = describe_ties(len(find_busiest_ports(loads)) - len(bound.ports), "; ")
         text = f"<b class='hot'>{bound.reason[:1].upper()}{bound.reason[1:]}</b>: {limit}"
-        return f"{text}{format_seconds(bound.seconds)}; this one takes {takes}.{ties}", bound.ports
+        return f"{text}{format_seconds(bound.seconds)}; this one takes {takes}{ties}.", bound.ports
     text = (
         f"<b class='hot'>{describe_load(busiest)}</b>, which needs {format_seconds(busiest.seconds)}: this plan takes "
         f"{takes}. {limit[:1].upper()}{limit[1:]}{format_seconds(bound.seconds)}, because {bound.reason}."

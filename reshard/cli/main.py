@@ -17,7 +17,7 @@ from typing import Any
 
 from reshard import __version__
 from reshard.errors import ArgumentError, ReshardError
-from reshard.formatting import did_you_mean
+from reshard.formatting import count_of, did_you_mean
 
 #: Entry points of further commands.
 COMMAND_GROUP = "reshard.commands"
@@ -183,7 +183,7 @@ def _info() -> int:
         if dist.is_available() and dist.is_gloo_available():
             backends.append("torch (Gloo, CPU tensors)")
         if dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available():
-            backends.append(f"torch (NCCL, {torch.cuda.device_count()} GPUs)")
+            backends.append(f"torch (NCCL, {count_of(torch.cuda.device_count(), 'GPU')})")
         if importlib.util.find_spec("ray") is not None:
             backends.append("ray (actors, Gloo)")
     if importlib.util.find_spec("cupy") is not None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reshard.cli.progress import show_elapsed
 from reshard.cost import CostReport
 from reshard.errors import ArgumentError
-from reshard.formatting import brief, did_you_mean, format_bytes, format_names
+from reshard.formatting import brief, count_of, did_you_mean, format_bytes, format_names
 from reshard.plan import Plan
 from reshard.planner import make_plan
 from reshard.sharding import Layout, Mesh, Strided, TensorSpec, axis_of
@@ -26,6 +27,8 @@ DEVICES = 8
 #: Styles of transformers' tensor-parallel plans that cut the rows of a weight, and its columns.
 _BY_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "embedding_rowwise")
 _BY_COLUMNS = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "embedding_colwise")
+#: What only a path has, and no name on the Hugging Face Hub: how it begins, or the ending of a file of settings.
+_PATH = re.compile(r"^[./~]|\.(js\w*|ya?ml)$", flags=re.IGNORECASE)
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -75,8 +78,10 @@ def read_model(source: str, dtype: str | None) -> Model:
         dtype: dtype of the parameters; None: the dtype in the config, or bfloat16.
 
     Raises:
-        ArgumentError: transformers is not installed, or has no causal language model for the config.
+        ArgumentError: transformers is not installed, or has no causal language model for the config; or a path names
+            no file.
     """
+    _check_source(source)
     try:
         import torch
         import transformers
@@ -117,14 +122,31 @@ def read_model(source: str, dtype: str | None) -> Model:
     )
 
 
+def _check_source(source: str) -> None:
+    """Raise ArgumentError if the source is a path and there is no such file. Names are for transformers to look up."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ArgumentError(f"--model {source}: the folder has no config.json")
+    elif not path.is_file() and (_PATH.search(source) or source.count("/") > 1):
+        near = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ArgumentError(
+            f"--model {source}: there is no such file or folder; it is a config.json, its folder, or a name on the "
+            f"Hugging Face Hub{did_you_mean(path.name, near)}"
+        )
+
+
 def _read_config(source: str) -> Any:
     from transformers import AutoConfig
 
-    path = Path(source)
+    path = Path(source).expanduser()
     if path.is_file():
         fields = json.loads(path.read_text())
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    return AutoConfig.from_pretrained(source)
+    if path.is_dir():
+        return AutoConfig.from_pretrained(path)
+    with show_elapsed(f"asking the Hugging Face Hub for the config of {source}"):
+        return AutoConfig.from_pretrained(source)
 
 
 def _style_of(name: str, plan: Mapping[str, str] | None) -> str:
@@ -195,7 +217,7 @@ class Parallelism:
             raise ArgumentError(f"{flag} has ep={sizes['ep']}, but {model.name} has no experts")
         if heads and heads % tp:
             raise ArgumentError(
-                f"{flag} has tp={tp}, which does not divide the {heads} attention heads of {model.name}"
+                f"{flag} has tp={tp}, which does not divide the {count_of(heads, 'attention head')} of {model.name}"
             )
         self._kv = math.gcd(tp, kv_heads) if kv_heads else tp
         if kv_heads and self._kv not in (tp, kv_heads):
@@ -214,7 +236,9 @@ class Parallelism:
                 f"{format_names(prefixes)}; stages of such models are not known"
             )
         if sizes["pp"] > self._num_layers:
-            raise ArgumentError(f"{flag} has pp={sizes['pp']}, but {model.name} has {self._num_layers} layers")
+            raise ArgumentError(
+                f"{flag} has pp={sizes['pp']}, but {model.name} has {count_of(self._num_layers, 'layer')}"
+            )
         self._model = model
 
     def layouts(self) -> dict[str, Layout]:
@@ -290,6 +314,15 @@ def plan_model(
     return ModelPlan(model, plan, time.perf_counter() - begun)
 
 
+def describe_move(planned: ModelPlan, src: str, dst: str) -> str:
+    """The model, its size, and its parallelism on both sides, such as ``fsdp=32``."""
+    return f"{planned.model.name} ({_describe_size(planned.plan)}) from {src} to {dst}"
+
+
+def _describe_size(plan: Plan) -> str:
+    return f"{count_of(len(plan.tensors), 'tensor')}, {format_bytes(sum(map(_nbytes, plan.tensors)))}"
+
+
 def describe_model_plan(planned: ModelPlan) -> str:
     """What the plan of a model moves, by class of tensors: equal shape, dtype and layouts."""
     plan, model = planned.plan, planned.model
@@ -306,7 +339,7 @@ def describe_model_plan(planned: ModelPlan) -> str:
     shards = [format_bytes(_max_shard_bytes(plan, side)) for side in ("src", "dst")]
     return "\n".join(
         [
-            f"model        {model.name}: {len(plan.tensors)} tensors, {format_bytes(sum(map(_nbytes, plan.tensors)))}",
+            f"model        {model.name}: {_describe_size(plan)}",
             f"memory       at most {shards[0]} on a source rank, {shards[1]} on a destination rank, and "
             f"{format_bytes(plan.staging_bytes)} of staging",
             f"bytes        {format_bytes(across)} between hosts, {format_bytes(inside)} inside hosts, "

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from reshard.cli.model_plan import DIMENSIONS, describe_model_plan, hosts_of_eight, plan_model
+from reshard.cli.model_plan import DIMENSIONS, describe_model_plan, describe_move, hosts_of_eight, plan_model
 from reshard.errors import ArgumentError, TopologyError
 from reshard.formatting import did_you_mean, format_ranks
-from reshard.planner import STRATEGIES, make_plan
+from reshard.planner import ALIASES, STRATEGIES, make_plan
 from reshard.sharding import Layout, Mesh
 from reshard.topology import MACHINES, Topology, load_preset, read_topology
 
@@ -70,7 +70,7 @@ def _add_choices(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--strategy",
-        help=f"auto (default), {', '.join(STRATEGIES)}; all: a table that compares them",
+        help=f"auto (default), {', '.join((*STRATEGIES, *ALIASES))}; all: a table that compares them, for one tensor",
     )
     parser.add_argument(
         "--topology",
@@ -93,7 +93,8 @@ def run(options: argparse.Namespace) -> int:
     for name in ("shape", "src_mesh", "dst_mesh"):
         if getattr(options, name) is None:
             raise ArgumentError(
-                f"--{name.replace('_', '-')} is missing; a plan needs --shape, --src-mesh and --dst-mesh"
+                f"--{name.replace('_', '-')} is missing; a plan needs --shape, --src-mesh and --dst-mesh, or --model; "
+                "reshard plan --help has examples"
             )
     src_mesh = Mesh.of(options.src_mesh)
     first = src_mesh.size if options.dst_first_rank is None else options.dst_first_rank
@@ -130,7 +131,7 @@ def _plan_model(options: argparse.Namespace) -> int:
             flag = f"--{name.replace('_', '-')}"
             raise ArgumentError(f"{flag} and --model exclude each other: --src and --dst then give the parallelism")
     if options.strategy == "all":
-        raise ArgumentError("--strategy all compares plans of one tensor; with --model name one strategy")
+        raise ArgumentError("--strategy all compares plans of one tensor; with --model omit it, or name one strategy")
     given = options.topology
     planned = plan_model(
         options.model,
@@ -146,7 +147,7 @@ def _plan_model(options: argparse.Namespace) -> int:
     if options.format == "text" and options.rank is None:
         print(describe_model_plan(planned))
     else:
-        _print_plan(planned.plan, options.format, options.rank)
+        _print_plan(planned.plan, options.format, options.rank, describe_move(planned, options.src, options.dst))
     return 0
 
 
@@ -155,8 +156,12 @@ def _check_rank(rank: int | None, plan: Plan) -> None:
         raise ArgumentError(f"rank {rank} is not in the plan, whose ranks are {format_ranks(plan.ranks)}")
 
 
-def _print_plan(plan: Plan, form: str, rank: int | None) -> None:
-    """Print a plan in the form that ``--format`` names; with ``rank``, only the messages of that rank."""
+def _print_plan(plan: Plan, form: str, rank: int | None, title: str | None = None) -> None:
+    """Print a plan in the form that ``--format`` names; with ``rank``, only the messages of that rank.
+
+    Args:
+        title: the heading of a page.
+    """
     from reshard.cli.html_report import plan_to_html
     from reshard.cli.report import describe_plan
 
@@ -165,7 +170,7 @@ def _print_plan(plan: Plan, form: str, rank: int | None) -> None:
     elif form == "html":
         if rank is not None:
             raise ArgumentError("--format html draws the whole plan; omit --rank")
-        print(plan_to_html(plan), end="")
+        print(plan_to_html(plan, title), end="")
     elif form == "summary":
         if rank is not None:
             raise ArgumentError("--format summary covers the whole plan; omit --rank")

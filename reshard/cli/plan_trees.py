@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from reshard.drawing import colour_of
-from reshard.formatting import format_bytes
+from reshard.formatting import count_of, format_bytes
 from reshard.plan import Plan
 
 #: The ``(sending host, receiving host)`` pairs of one region, sorted.
@@ -34,7 +34,7 @@ def draw_trees(plan: Plan) -> str:
         lines.append(f"<figure>{draw_tree(tree)}<figcaption>{format_bytes(nbytes)}</figcaption></figure>")
     lines.append("</div>")
     if len(trees) > MAX_TREES:
-        lines.append(f"<p>and {len(trees) - MAX_TREES} more trees</p>")
+        lines.append(f"<p>and {count_of(len(trees) - MAX_TREES, 'more tree')}</p>")
     return "\n".join(lines)
 
 

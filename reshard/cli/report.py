@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from reshard.codecs import ELEMENT_VALUES, BlockCodec
 from reshard.cost import CostReport
-from reshard.formatting import format_ranks
+from reshard.formatting import count_of, format_ranks
 from reshard.plan import Plan, format_plan
 from reshard.planner import plan_tensors, predict
 
@@ -16,12 +16,12 @@ def describe_plan(plan: Plan, max_lines: int = 40) -> str:
     across, inside, copied = plan.bytes_moved()
     body = format_plan(plan, max_lines).splitlines()
     if plan.is_listed and len(plan.transfers) > max_lines:
-        body.append(f"... {len(plan.transfers) - max_lines} more transfers; all of them with --format json")
+        body.append(f"... {count_of(len(plan.transfers) - max_lines, 'more transfer')}; all of them with --format json")
     summary = [
         f"hash         {plan.plan_hash}",
         f"ranks        {format_ranks(plan.ranks)}",
         f"messages     {plan.num_messages} in "
-        + (f"{len(plan.transfers)} transfers" if plan.is_listed else "closed form"),
+        + (count_of(len(plan.transfers), "transfer") if plan.is_listed else "closed form"),
         f"bytes        {across} between hosts, {inside} inside hosts, {copied} copied within ranks",
         str(CostReport(plan)),
         *_describe_compression(plan),
@@ -43,4 +43,4 @@ def _describe_compression(plan: Plan) -> list[str]:
     rate = rates.get(codec.with_values(ELEMENT_VALUES[0]).name) if isinstance(codec, BlockCodec) else None
     note = "" if rate is not None else "; without the time of the codec, whose rate the topology does not have"
     text = f"{predict(plain)}, {replace(predict(plan, rate), codec=encoded[0].dtype)}{note}"
-    return [f"compression  {text}; {len(encoded)} of {len(plan.tensors)} tensors encoded"]
+    return [f"compression  {text}; {len(encoded)} of {count_of(len(plan.tensors), 'tensor')} encoded"]

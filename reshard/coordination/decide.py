@@ -34,7 +34,7 @@ def resolve(requests: Sequence[Request], layouts: Mapping[str, tuple[AnyLayout, 
         _raise_local_errors(requests)
         _raise_disagreements(requests)
         device_type = _resolve_device_type(requests)
-        dtensors, shapes, dtypes = [], {}, {}
+        dtensors, equal, shapes, dtypes = [], [], {}, {}
         for name, (src, dst) in layouts.items():
             tensors = {request.rank: request.tensors[name] for request in requests}
             what = f"tensor {name!r}" if name else "the tensor"
@@ -44,10 +44,13 @@ def resolve(requests: Sequence[Request], layouts: Mapping[str, tuple[AnyLayout, 
             shapes[name] = _resolve_shape(what, tensors, src)
             _check_locals(what, tensors, src, dst, shapes[name], dtypes[name])
             _check_replicas(what, tensors)
+            if _seem_equal([tensors[rank] for rank in src.ranks if rank in tensors], shapes[name]):
+                equal.append(name)
         return Decision(
             shapes=shapes,
             dtypes=dtypes,
             dtensors=dtensors,
+            equal=equal,
             device_type=device_type,
             hostnames={request.rank: request.hostname for request in requests},
             generation=max(request.generation for request in requests),
@@ -212,6 +215,14 @@ def _check_replicas(what: str, tensors: Mapping[int, TensorRequest]) -> None:
             f"{describe_ranks(majority)}, but without src_spec "
             "every source rank holds the whole tensor; pass src_spec= if it is sharded"
         )
+
+
+def _seem_equal(sources: Sequence[TensorRequest], shape: Sequence[int]) -> bool:
+    """Whether source ranks that do not pass the global shape seem to hold equal shards of a tensor that is divided."""
+    if any(source.corners is None or source.local is None for source in sources):
+        return False
+    held = {(source.corners, tuple(source.local[0])) for source in sources if source.local is not None}
+    return len(held) == 1 and next(iter(held))[1] != tuple(shape)
 
 
 def plan_arguments(plan: Plan) -> list[tuple[str, str]]:

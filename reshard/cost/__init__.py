@@ -8,7 +8,7 @@ from reshard.cost.fluid import flow
 from reshard.cost.latency_bounds import LatencyBounds, find_latency_bounds
 from reshard.cost.lower_bound import Bound, find_bound
 from reshard.cost.prediction import Makespan, predict_makespan, predict_timeline
-from reshard.cost.report import NOTABLE_LATENCY, CostReport
+from reshard.cost.report import NOTABLE_LATENCY, CostReport, describe_ties, find_busiest_ports
 from reshard.cost.simulator import Timeline, network_of, simulate
 
 __all__ = [
@@ -18,8 +18,10 @@ __all__ = [
     "LatencyBounds",
     "Makespan",
     "Timeline",
+    "describe_ties",
     "encoded_makespan",
     "find_bound",
+    "find_busiest_ports",
     "find_latency_bounds",
     "flow",
     "network_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,9 +11,11 @@ from reshard.cost.latency_bounds import LatencyBounds, find_latency_bounds
 from reshard.cost.lower_bound import Bound, find_bound
 from reshard.cost.prediction import Makespan, predict_makespan
 from reshard.cost.simulator import simulate
-from reshard.formatting import format_bytes, format_rate
+from reshard.formatting import count_of, format_bytes, format_rate, format_seconds
 from reshard.plan import Load, Plan, find_loads
 
+#: A port is as busy as the busiest one if it needs at least this part of its seconds.
+AS_BUSY = 0.999
 #: The report mentions latency if it makes more than this fraction of the predicted time.
 NOTABLE_LATENCY = 0.05
 
@@ -25,6 +28,7 @@ class CostReport:
     lower bound  0.858993 s: host 0 receives 1 GiB at 1.25 GB/s
     with latency 0.859793 s for any plan, 0.860193 s if no message carries two regions
     predicted    0.873068 s, 1.016 times the bound
+    latencies    100 us between hosts, 50 us inside; the prediction counts them for each message
     busiest      host 0 in: 1 GiB at 1.25 GB/s, 0.858993 s
     """
 
@@ -86,6 +90,11 @@ class CostReport:
                 f"with latency {any_plan:.6g} s for any plan, {unmerged:.6g} s if no message carries two regions"
             )
         lines.append(f"predicted    {self._format_prediction()}")
+        topology = self.plan.topology
+        between, inside = map(format_seconds, (topology.latency_seconds, topology.inside_latency_seconds))
+        lines.append(
+            f"latencies    {between} between hosts, {inside} inside; the prediction counts them for each message"
+        )
         if self.port_loads:
             lines.append(f"busiest      {self._format_busiest()}")
         return "\n".join(lines)
@@ -107,6 +116,17 @@ class CostReport:
 
     def _format_busiest(self) -> str:
         busiest = max(self.port_loads, key=lambda load: load.seconds)
-        ties = sum(load.seconds > busiest.seconds * (1 - 1e-9) for load in self.port_loads) - 1
+        ties = len(find_busiest_ports(self.port_loads)) - 1
         text = f"{busiest.port}: {format_bytes(busiest.nbytes)} at {format_rate(busiest.bytes_per_second)}"
-        return f"{text}, {busiest.seconds:.6g} s" + (f"; {ties} more as busy" if ties else "")
+        return f"{text}, {busiest.seconds:.6g} s{describe_ties(ties, '; ')}"
+
+
+def find_busiest_ports(loads: Sequence[Load]) -> set[str]:
+    """The names of the ports that are as busy as the busiest one."""
+    limit = AS_BUSY * max((load.seconds for load in loads), default=0.0)
+    return {load.port for load in loads if load.seconds >= limit}
+
+
+def describe_ties(count: int, before: str) -> str:
+    """``1 other port is as busy`` after the text ``before``; empty if there is no other."""
+    return f"{before}{count_of(count, 'other port')} {'is' if count == 1 else 'are'} as busy" if count > 0 else ""

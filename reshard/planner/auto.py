@@ -12,12 +12,14 @@ from reshard.cost import predict_makespan
 from reshard.plan import Plan, Transfers
 from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.multicast.classes import Pieces
+from reshard.planner.multicast.parts import split_by_ports
 from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.strategy import (
     has_many_hosts,
     make_workload,
     multicast_from_fast,
     multicast_from_partners,
+    multicast_in_parts,
     multicast_near,
     ports_of,
     schedule_chunks,
@@ -39,6 +41,7 @@ CANDIDATES: dict[str, Strategy] = {
     **STRATEGIES,
     "multicast_near": multicast_near,
     "multicast_from_partners": multicast_from_partners,
+    "multicast_in_parts": multicast_in_parts,
     "multicast_from_fast": multicast_from_fast,
 }
 #: Arguments of :func:`schedule_chunks` for the multicast variants that share one workload.
@@ -56,6 +59,7 @@ _FEWEST_FOR_LONGER = 5
 _NAMES = {
     "multicast_near": "multicast",
     "multicast_from_partners": "multicast",
+    "multicast_in_parts": "multicast",
     "multicast_from_fast": "multicast",
     "broadcast_search_longer": "broadcast_search",
     "broadcast_search_full": "broadcast_search",
@@ -190,6 +194,8 @@ class _Choice:
         num_receivers = (problem.receivers != NO_RANK).sum(axis=1)
         if int(num_receivers.sum()) * self.num_ranks > _MAX_PLANNED or problem.holders.size > _MAX_HOLDINGS:
             return
+        if split_by_ports(problem, 0) and not split_by_ports(problem):
+            yield "multicast_in_parts", floors.of_trees
         if self.chunked_seconds <= self.seconds * _VARIANT_CUTOFF and not self.is_too_large(self.num_chunked):
             if self.has_several_nics:
                 yield "multicast_near", floors.of_trees

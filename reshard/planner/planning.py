@@ -18,7 +18,7 @@ from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, STAGING_PART
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.planner.strategies.routes import Routes, Strategy
 from reshard.planner.strategies.routes_check import check_routes
-from reshard.public_api import not_compiled
+from reshard.public_api import not_compiled, shows_call
 from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
 from reshard.topology import Topology
 
@@ -28,6 +28,7 @@ MAX_HOLDINGS = 20_000_000
 
 
 @not_compiled
+@shows_call
 def make_plan(
     src: AnyLayout | Mapping[str, AnyLayout],
     dst: AnyLayout | Mapping[str, AnyLayout],

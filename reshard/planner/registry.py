@@ -28,6 +28,9 @@ STRATEGIES: dict[str, Strategy] = {
     "multicast": multicast,
 }
 
+#: Other names of strategies: the broadcast with the best order.
+ALIASES = {"broadcast": "broadcast_greedy"}
+
 #: The default strategy: :func:`reshard.planner.auto.choose_fastest`.
 AUTO = "auto"
 
@@ -49,10 +52,9 @@ def find_strategy(strategy: str | Strategy | None) -> tuple[str, Strategy | None
         raise ArgumentError(f"strategy must be a name or a function, not {type(strategy).__name__}")
     if strategy == AUTO:
         return AUTO, None
-    if strategy == "broadcast":  # the broadcast with the best order
-        strategy = "broadcast_greedy"
+    strategy = ALIASES.get(strategy, strategy)
     if strategy not in STRATEGIES:
-        names = (AUTO, *STRATEGIES)
+        names = (AUTO, *STRATEGIES, *ALIASES)
         raise ArgumentError(
             f"no strategy {strategy!r}; strategies are {', '.join(names)}{did_you_mean(strategy, names)}"
         )

@@ -50,10 +50,12 @@ def find_global_shape(what: str, sizes: Mapping[int, Sequence[int]], layout: Lay
         expected = shards.local_shape(rank)
         if size != expected:
             dim = next(dim for dim in range(len(shape)) if size[dim] != expected[dim])
-            rule = "the dim is not sharded" if shape[dim] == expected[dim] else f"{layout} shards {shape[dim]} elements"
+            is_whole = shape[dim] == expected[dim]
+            rule = "the dim is not sharded" if is_whole else f"{layout} shards {count_of(shape[dim], 'element')}"
+            passed = count_of(size[dim], "element")
             raise ArgumentError(
-                f"{what}: rank {rank} passes {size[dim]} elements along dim {dim}, but should pass {expected[dim]}, "
-                f"because {rule}; pass shape= if another rank is wrong, or a RegionLayout if the shards are right"
+                f"{what}: rank {rank} passes {passed} along dim {dim}, but should pass {expected[dim]}, because {rule}"
+                "; pass shape= if another rank is wrong, or a RegionLayout if the shards are right"
             )
     return shape
 

@@ -15,6 +15,7 @@ import torch
 from reshard.coordination import describe_error, publish_exceptions, rebuild_error
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
+from reshard.formatting import count_of, format_bytes, format_seconds
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 from reshard.weights.formats import check_compression, keeps_base
@@ -29,13 +30,16 @@ from reshard.weights.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What became of one version.
+    """What became of one version. ``str()`` says it in a sentence.
 
     Attributes:
         version: the version.
-        engines: for each engine that was there, ``""`` if it holds the version, else why not.
-        seconds: time from the first byte to the last one, on this rank.
-        bound_seconds, predicted_seconds: lower bound and prediction of that time, for the links of the topology.
+        engines: for each engine that was there, ``""`` if it holds the version, else why not. Empty if no engine was
+            there: that is no failure, because engines that come later fetch the version.
+        seconds: time from the first byte to the last one, on this rank. This and the following are 0 if nothing was
+            sent.
+        bound_seconds, predicted_seconds: lower bound and prediction of that time, for the links of the topology. The
+            bound is 0 if nothing must cross hosts and the topology limits no rate inside them.
         nbytes: bytes of the model.
         base: the version to which differences referred in the last transfer; None if all engines got whole tensors.
         formats: ``{lossless format: bytes of the model}`` in the last transfer, with ``compression``.
@@ -51,6 +55,30 @@ class PublishReport:
     base: int | None = None
     formats: Mapping[str, int] = field(default_factory=dict)
     encoded_bytes: int = 0
+
+    def __str__(self) -> str:
+        """For example ``version 3: 2 engines hold it: 1.2 GiB in 1.1 s (predicted 1.08 s, lower bound 1.03 s)``."""
+        if not self.engines:
+            return f"version {self.version}: no engine is connected; engines that come later fetch it"
+        lacking = {engine: why for engine, why in self.engines.items() if why}
+        num_holders = len(self.engines) - len(lacking)
+        parts = []
+        if num_holders:
+            parts.append(f"{count_of(num_holders, 'engine')} hold{'s' * (num_holders == 1)} it")
+            if self.nbytes:
+                bound = f"lower bound {format_seconds(self.bound_seconds)}"
+                if not self.bound_seconds:
+                    bound = "lower bound 0, because nothing must cross hosts"
+                encoded = f", of which {format_bytes(self.encoded_bytes)} travelled" if self.formats else ""
+                parts[0] += (
+                    f": {format_bytes(self.nbytes)}{encoded} in {format_seconds(self.seconds)} (predicted "
+                    f"{format_seconds(self.predicted_seconds)}, {bound})"
+                )
+        if lacking:
+            named = ((f"engine {engine}: ", why) for engine, why in lacking.items())
+            reasons = "; ".join(f"{name}{why.removeprefix(name)}" for name, why in named)
+            parts.append(f"{count_of(len(lacking), 'engine')} do{'es' * (len(lacking) == 1)} not hold it ({reasons})")
+        return f"version {self.version}: {'; '.join(parts)}"
 
 
 def _find_dtype(dtype: Any) -> torch.dtype | None:

@@ -17,7 +17,7 @@ from .costs.layer_costs import MIXED_PRECISION, StateBytes
 from .inputs.cluster import Cluster
 from .inputs.files import read_value, write_text
 from .inputs.layer_graph import LayerGraph
-from .inputs.layer_profile import LayerProfile
+from .inputs.layer_profile import EFFICIENCY, LayerProfile
 from .methods.auto import METHODS
 from .searching import search
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=int, required=True, help="samples of a step")
     add("--profile", help="JSON of a Profile, as profile_layers() measures it")
     add("--flops", type=float, help="without --profile: peak operations per second of a device, to estimate times")
-    add("--efficiency", type=float, help="fraction of --flops that layers reach (default: 0.5)")
+    add("--efficiency", type=float, help=f"fraction of --flops that layers reach (default: {EFFICIENCY})")
     add("--mixed", action="store_true", help="16-bit parameters with float32 optimizer states (default: float32)")
     add("--method", choices=["auto", *METHODS], default="auto", help="search method (default: auto)")
     add(
@@ -94,6 +94,8 @@ def run(options: argparse.Namespace) -> int:
             compression=None if options.compression is None else _read_policy(options.compression),
             progress=report,
         )
+    if options.profile is None:
+        print(f"estimated times: layers reach {_efficiency_of(options):g} of --flops {options.flops:g} (--efficiency)")
     print(training_plan.explain())
     if options.html:
         write_text(options.html, training_plan.to_html())
@@ -105,8 +107,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _estimate(graph: LayerGraph, options: argparse.Namespace) -> LayerProfile:
-    given = {} if options.efficiency is None else {"efficiency": options.efficiency}
-    return LayerProfile.estimate(graph, flops_per_second=options.flops, **given)
+    return LayerProfile.estimate(graph, flops_per_second=options.flops, efficiency=_efficiency_of(options))
+
+
+def _efficiency_of(options: argparse.Namespace) -> float:
+    return EFFICIENCY if options.efficiency is None else float(options.efficiency)
 
 
 def find_topology(text: str, devices: int | None) -> Topology:

@@ -14,7 +14,7 @@ from reshard.arguments import check_arguments
 from reshard.compression import Policy
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.formatting import brief
+from reshard.formatting import brief, count_of
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
@@ -116,9 +116,10 @@ class Pipe:
         self.model, self.cut_before, self._init, self.autocast = model, tuple(cut_before), init, autocast
         self.placements, self._training_plan = parse_placements(stages), training_plan
         if len(self.placements) != len(self.cut_before) + 1:
+            num_cuts, num_stages = len(self.cut_before), len(self.cut_before) + 1
             raise ArgumentError(
-                f"{len(self.cut_before)} cuts make {len(self.cut_before) + 1} stages, but stages has "
-                f"{len(self.placements)} placements"
+                f"{count_of(num_cuts, 'cut')} make{'s' * (num_cuts == 1)} {count_of(num_stages, 'stage')}, but stages "
+                f"has {count_of(len(self.placements), 'placement')}"
             )
         if init is not None and not is_on_meta(model):
             raise ArgumentError("init is only for a model on the meta device; this model already has values")

@@ -50,7 +50,11 @@ def _add_recipe(add: Callable[..., Any]) -> None:
         "--meshes",
         help="dp x tp of each stage, or rows x cols x depth of a grid: 1x2,2x2,2x2x1 (default: those of the preset)",
     )
-    add("--layers", help="layers of each stage, for example 4,4,4 (default: that of the preset, or equal shares)")
+    add(
+        "--layers",
+        help="layers of each stage, which add up to those of the model: 4,4,4 (default: that of the preset, or equal "
+        "shares)",
+    )
     add("--shrink", type=int, default=1, metavar="N", help="divide width and depth by N; see docs/training-presets.md")
     add("--steps", type=int, default=100, help="number of the last step (default: 100)")
     add("--batch", type=int, help="samples of a batch (default: that of the preset)")
@@ -118,8 +122,13 @@ def _add_reports(add: Callable[..., Any]) -> None:
     add("--log-every", type=int, default=10, metavar="N", help="report every N steps (default: 10)")
     add("--eval-every", type=int, default=0, metavar="N", help="also evaluate on held-out data every N steps")
     add("--eval-batches", type=int, default=1, metavar="N", help="batches of an evaluation (default: 1)")
-    add("--checkpoint", metavar="PATH", help="save here at the end (default with --resume: PRESET.checkpoint)")
-    add("--save-every", type=int, default=0, metavar="N", help="also save every N steps")
+    add(
+        "--checkpoint",
+        metavar="PATH",
+        help="folder for checkpoints of weights, optimizer and data: save here at the end, and resume from here "
+        "(default with --resume or --save-every: PRESET.checkpoint; with none of the three, nothing is saved)",
+    )
+    add("--save-every", type=int, default=0, metavar="N", help="save every N steps, and at the end")
     add(
         "--report",
         metavar="PATH",
@@ -127,7 +136,12 @@ def _add_reports(add: Callable[..., Any]) -> None:
         "reported step, or none (default: PRESET.report)",
     )
     add("--dump-tensors", metavar="PATH", help="save tensors of three steps here, for reshard profile-compression")
-    add("--resume", action="store_true", help="continue from the checkpoint, if there is one, and save at the end")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue from the newest checkpoint in the folder of --checkpoint, or begin anew if there is none, and "
+        "save at the end; pass the same --steps, which is the number of the last step",
+    )
     add(
         "--trust-pickle",
         action="store_true",
@@ -255,7 +269,7 @@ def _read_training_plan(options: argparse.Namespace) -> TrainingPlan | None:
     training_plan = TrainingPlan.read(options.plan)
     if options.num_microbatches not in (None, training_plan.num_microbatches):
         raise ArgumentError(
-            f"the training plan {options.plan} has {training_plan.num_microbatches} microbatches, not "
+            f"the training plan {options.plan} has {count_of(training_plan.num_microbatches, 'microbatch')}, not "
             f"{options.num_microbatches}; omit --microbatches"
         )
     return training_plan

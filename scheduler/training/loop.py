@@ -13,6 +13,7 @@ import torch
 from reshard.cli.progress import show_elapsed
 from reshard.compression import parse_policy
 from reshard.errors import ArgumentError
+from reshard.formatting import count_of
 
 from ..autoparallel import TrainingPlan
 from ..ir.schedule import Schedule
@@ -164,6 +165,7 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
                 is_due = step + 1 == job.steps or (job.save_every and (step + 1) % job.save_every == 0)
                 if folder and is_due:
                     engine.save(folder, optimizer, rates, loader, step + 1)
+                    progress.note(f"step {step + 1}: saved a checkpoint in {folder}")
             final = _evaluate(engine, job, held_out, device)
             progress.note(f"step {max(start, job.steps)}: held-out loss {final:.4f}")
             if report is not None:
@@ -203,8 +205,9 @@ def make_pipe(job: Job) -> Pipe:
     layers = job.layers or job.preset.divide_layers(num_stages)
     if sum(layers) != job.preset.config.num_layers or min(layers) < 1 or len(layers) != num_stages:
         raise ArgumentError(
-            f"{'|'.join(map(str, layers))} layers on {num_stages} stages do not divide a model of "
-            f"{job.preset.config.num_layers} layers; every stage needs at least one"
+            f"--layers {','.join(map(str, layers))} has {count_of(len(layers), 'stage')} and "
+            f"{count_of(sum(layers), 'layer')}, but {job.name} has {count_of(num_stages, 'stage')} and "
+            f"{count_of(job.preset.config.num_layers, 'layer')}; pass layers of each stage, at least 1, with this sum"
         )
     return Pipe(model, find_cuts(job.preset.config, layers), stages=job.stages, **options)
 

@@ -26,6 +26,30 @@ ROWS = Layout(Mesh.of("2"), "S0")
 COLS = Layout(Mesh.of("2", first_rank=2), "R S0")
 
 
+def _equal_shards(rank):
+    """The warnings of a rank when both source ranks pass the whole tensor, and in cases that only look like it."""
+    src, dst, whole = Mesh.of("2"), Mesh.of("2", first_rank=2), whole_tensor((4, 4), torch.float32)
+    texts = []
+    for tensor, shape in ((whole, None), (whole, (8, 4)), (torch.ones(4, 4), None), (whole + rank, None)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            shard = tensor if rank < 2 else None
+            reshard.reshard(shard, src, dst, src_spec="S0 R", dst_spec="R S0", shape=shape)
+        texts.append([str(warning.message) for warning in caught])
+    return texts
+
+
+@pytest.mark.integration
+def test_equal_shards_that_may_each_be_the_whole_tensor_warn_on_source_ranks():
+    *sources, third, fourth = run_processes(_equal_shards, 4)
+    assert [third, fourth] == [[[], [], [], []]] * 2
+    for texts in sources:
+        assert [len(of_case) for of_case in texts] == [1, 0, 0, 0], texts
+        assert texts[0][0].startswith(
+            "the tensor: ranks 0-1 pass shards of shape [4, 4] that seem equal, so the whole has"
+        )
+
+
 def _forms(rank):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

@@ -38,11 +38,26 @@ def test_several_tensors_have_arguments_of_their_own():
     assert moved["b"][0].dtype == torch.float64 and moved["b"][0].item() == 1.0
 
 
+def test_equal_shards_that_may_each_be_the_whole_tensor_warn():
+    copies = {0: WHOLE, 1: WHOLE.copy()}
+    with pytest.warns(UserWarning, match=r"^the tensor: ranks 0-1 pass shards of shape \[5, 4\] that seem equal"):
+        reshard_local(copies, ROWS, COLS)
+    inside = WHOLE.repeat(8, axis=0)  # differs where no corner is
+    inside[20, 2] = -1
+    for shards, shape in (
+        (copies, (10, 4)),  # stated
+        ({0: np.ones((5, 4)), 1: np.ones((5, 4))}, None),  # constant
+        ({0: torch.arange(3.0), 1: torch.arange(3.0) + 1}, None),
+        ({0: WHOLE.repeat(8, axis=0), 1: inside}, None),
+    ):
+        reshard_local(shards, ROWS, ROWS, shape=shape)
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
         (lambda: reshard_local({0: WHOLE[:3]}, ROWS, COLS), "the tensor: rank 1 does not know the shape; pass shape="),
-        (lambda: reshard_local({0: WHOLE[:1], 1: WHOLE[1:]}, ROWS, COLS), "rank 0 passes 1 elements along dim 0, but"),
+        (lambda: reshard_local({0: WHOLE[:1], 1: WHOLE[1:]}, ROWS, COLS), "rank 0 passes 1 element along dim 0, but"),
         (lambda: reshard_local({"a": HALVES, "b": 3}, ROWS, COLS), "tensor 'b': pass shards as"),
         (lambda: reshard_local({"a": HALVES}, ROWS, {"c": COLS}), "dst has no value for tensor 'a'"),
         (lambda: reshard_local({"a": HALVES}, ROWS, COLS, out={2: WHOLE}), "base= and out= are for one tensor"),

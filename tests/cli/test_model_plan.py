@@ -132,6 +132,32 @@ def test_command_prints_classes_of_tensors(tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)["tensors"]) == 39
 
 
+def test_page_of_a_model_is_named_after_it(tmp_path, capsys):
+    config = _write(tmp_path, LLAMA)
+    assert main(["plan", "--model", config, "--src", "fsdp=4", "--dst", "tp=2", "--format", "html"]) == 0
+    assert "<h1>LlamaForCausalLM (38 tensors, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        (
+            "config.jsn",
+            "no such file or folder; it is a config.json, its folder, or a name on the Hugging Face Hub; did ",
+        ),
+        ("./models", "no such file or folder"),
+        ("", "the folder has no config.json"),
+    ],
+)
+def test_path_that_does_not_exist_is_an_error_before_the_network_is_asked(tmp_path, monkeypatch, capsys, source, text):
+    _write(tmp_path, LLAMA)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda _: pytest.fail("asked"))
+    assert main(["plan", "--model", source or "empty", "--src", "fsdp=2", "--dst", "tp=2"]) == 2
+    assert text in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("config", "arguments", "text"),
     [
@@ -144,7 +170,11 @@ def test_command_prints_classes_of_tensors(tmp_path, capsys):
         (GPT2, ["--src", "fsdp=2", "--dst", "tp=2"], "no tensor-parallel plan for GPT2LMHeadModel"),
         (LLAMA | {"model_type": "nonesuch"}, ["--src", "fsdp=2", "--dst", "tp=2"], "has no model for"),
         (LLAMA, ["--src", "fsdp=2", "--dst", "tp=2", "--shape", "4"], "--shape and --model exclude each other"),
-        (LLAMA, ["--src", "fsdp=2", "--dst", "tp=2", "--strategy", "all"], "name one strategy"),
+        (
+            LLAMA,
+            ["--src", "fsdp=2", "--dst", "tp=2", "--strategy", "all"],
+            "with --model omit it, or name one strategy",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(tmp_path, capsys, config, arguments, text):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from reshard.errors import ArgumentError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.testing.processes import LaunchError, run_processes
 from reshard.topology import Host, Port, Topology
-from reshard.weights import Publisher, Subscriber, publisher as publisher_module
+from reshard.weights import Publisher, PublishReport, Subscriber, publisher as publisher_module
 from reshard.weights.model import verify
 from reshard.weights.receiver import Receiver
 from reshard.weights.route import Route
@@ -99,6 +100,8 @@ def _shards_to_two_engines(rank, _, store):
                 _set_version(model, 100)  # the optimizer goes on
                 report = handle.wait(60)
                 assert len(report.engines) == 2 and set(report.engines.values()) == {""}, report
+                said = rf"version {version}: 2 engines hold it: 78.66 KiB in .+ \(predicted .+, lower bound 0, .+\)"
+                assert re.fullmatch(said, str(report)), str(report)
                 raw.set(f"published{version}", "")
         return report.nbytes
     raw = _connect(store, ("engine", rank - 3), rank, 2 if rank < 5 else 1)
@@ -169,6 +172,8 @@ def test_engine_of_a_killed_rank_is_dropped_and_the_others_commit():
     assert sorted(results) == [0, 1, 3], caught.value
     engines, seconds = results[0]
     assert engines[0] == "" and "dropped: rank 1 of the engine has ended" in engines[1]
+    said = str(PublishReport(2, {"f00d": "", "beef": engines[1]}))
+    assert said == f"version 2: 1 engine holds it; 1 engine does not hold it (engine beef: {engines[1]})"
     assert seconds < 10
 
 
@@ -219,7 +224,9 @@ def _late_engine(rank, _, store):
     if rank == 0:
         with Publisher(model, raw) as publisher:
             _set_version(model, 7)
-            assert publisher.publish(7).wait(60).engines == {}
+            report = publisher.publish(7).wait(60)
+            assert report.engines == {}
+            assert str(report) == "version 7: no engine is connected; engines that come later fetch it"
             raw.set("published", "")
             _wait_for(raw, "first")  # this engine came after the version was sent
         raw.set("ended", "")
@@ -250,6 +257,7 @@ def _mistakes(rank, _, store):
                 with pytest.raises(ArgumentError, match="must be an integer"):
                     publisher.publish(bad)
             report = publisher.publish(3).wait(60)
+            assert str(report).count("engine ") == 2, str(report)  # how many, and which one
             assert "has shape [5, 7], but" in str(report.engines) or "only the source has" in str(report.engines)
             with pytest.raises(ArgumentError, match="version 3 is not larger than 3"):
                 publisher.publish(3)

@@ -88,6 +88,8 @@ def _bad(rank):
     texts = []
     for target in (
         {"a": torch.zeros(3), "b": torch.zeros(4)},
+        {"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(2)},
+        {**{name: source[name] for name in "ab"}, "e": torch.zeros(2)},
         {**source, "d": torch.zeros(1), "a": torch.zeros(3)},
         {**source, "b": torch.zeros(4, 1)},
         {**source, "b": torch.zeros(4, dtype=torch.int8)},
@@ -109,7 +111,11 @@ def test_mistakes_are_named_on_all_ranks_alike():
     for text, part in zip(
         texts,
         (
-            "'c') only the source has",
+            "'c') that only the source has; if the sides name or divide",
+            "'b' has shape [2], but [4] on the source; if a rank holds a part of it, pass a DTensor, or state the part by "
+            "shards=",
+            "('e') that the source does not have, and 1 tensor ('c') that only the source has; if the sides name or divide "
+            "the same weights in different ways, say how by rules=",
             "'d') that the source does not have",
             "'b' has shape [4, 1], but [4] on the source",
             "cannot cast float32 to int8",

@@ -53,6 +53,8 @@ class TensorRequest:
         local, out: ``(shape, dtype)`` of the source shard and of the array to fill; None if there is none.
         devices: device types of these arrays.
         digest: digest of the source shard if the call passes no source spec. All source shards must then be equal.
+        corners: digest of the corners of a source shard whose global shape the rank does not know, if they tell whether
+            shards differ.
     """
 
     shape: list[int] | None = None
@@ -63,6 +65,7 @@ class TensorRequest:
     out: tuple[list[int], str] | None = None
     devices: list[str] = field(default_factory=list)
     digest: int | None = None
+    corners: int | None = None
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ class Decision:
     """The common result of a round: an error, or what the ranks agreed on.
 
     Attributes:
+        equal: the tensors whose shards seem to be equal, although the layout divides the tensor.
         lost: members that a fault-tolerant call has lost.
         payloads: ``Request.payload`` of each rank.
         lagging: ranks on which the call fails; empty: all. The other ranks wait for the next call of these ranks.
@@ -135,6 +139,7 @@ class Decision:
     dtypes: dict[str, str] = field(default_factory=dict)
     hostnames: dict[int, str] = field(default_factory=dict)
     dtensors: list[str] = field(default_factory=list)
+    equal: list[str] = field(default_factory=list)
     device_type: str = "cpu"
     generation: int = 0
     round: int = 0

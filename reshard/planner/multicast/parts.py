@@ -21,8 +21,9 @@ from reshard.topology import Host, Port, Topology
 #: Parts are used if their busiest port or uplink takes at most this factor of the time of the busiest one of the whole
 #: problem. An uplink passes whole sends, so its share is rounded down to a multiple of the rate of a port.
 _MAX_LOSS = 1.01
-#: With at most this many pairs of a sending and a receiving port, a problem is scheduled as a whole, within a second.
-_MAX_TOGETHER = 10_000
+#: With at most this many pairs of a sending and a receiving port, ``multicast`` schedules a problem as a whole, which
+#: takes a second at most.
+MAX_TOGETHER = 10_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +39,15 @@ class Part:
     ranks: np.ndarray
 
 
-def split_by_ports(problem: PlanProblem) -> list[Part]:
+def split_by_ports(problem: PlanProblem, max_together: int = MAX_TOGETHER) -> list[Part]:
     """The parts of a large problem between pods; empty if it has one part, or if parts would make the plan slower.
 
     A port belongs to one part. Parts in one pod have equal loads of its uplink, so each gets an equal share. Several
     parts are joined if the shares of fewer, larger parts are rounded with less loss.
+
+    Args:
+        problem: the problem.
+        max_together: number of pairs of a sending and a receiving port up to which a problem is not large.
     """
     topology = problem.topology
     rates = {rate for host in topology.hosts for nic in host.nics for rate in _rates(nic)}
@@ -51,7 +56,7 @@ def split_by_ports(problem: PlanProblem) -> list[Part]:
     classes = Classes.of(problem)
     part_of, num_pairs = _number_parts(classes, topology)
     count = int(part_of.max(initial=-1)) + 1
-    if num_pairs <= _MAX_TOGETHER:
+    if num_pairs <= max_together:
         return []
     single = _UplinkLoads.of(classes, topology, part_of, count)
     limit = busiest_port_seconds(topology, HostClasses.of(classes, topology)) * _MAX_LOSS

@@ -12,7 +12,7 @@ from reshard.plan import Transfers
 from reshard.planner.multicast.classes import MIN_SLICES, Classes, Pieces, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
 from reshard.planner.multicast.native_schedule import Schedule, interleave, make_schedule
-from reshard.planner.multicast.parts import Part, split_by_ports
+from reshard.planner.multicast.parts import MAX_TOGETHER, Part, split_by_ports
 from reshard.planner.multicast.relay_limits import limit_relay_staging
 from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.workload import UNITS, Ports, Workload
@@ -72,6 +72,7 @@ def schedule_chunks(
     near_first: bool = False,
     keeps_partners: bool = False,
     prepared: tuple[Workload, Pieces] | None = None,
+    max_together: int = MAX_TOGETHER,
 ) -> Routes | Transfers:
     """Like :func:`multicast`, without its special cases.
 
@@ -79,8 +80,9 @@ def schedule_chunks(
         problem: the problem.
         near_first, keeps_partners: see :class:`Workload`.
         prepared: the result of :func:`make_workload` for ``problem``, if known.
+        max_together: see :func:`split_by_ports`.
     """
-    if parts := split_by_ports(problem):
+    if parts := split_by_ports(problem, max_together):
         return _schedule_parts(problem, parts, near_first, keeps_partners)
     workload, pieces = prepared or make_workload(problem)
     ports = ports_of(problem)
@@ -127,6 +129,11 @@ def multicast_from_partners(problem: PlanProblem) -> Routes | Transfers:
     senders that match its rate.
     """
     return schedule_chunks(problem, keeps_partners=True)
+
+
+def multicast_in_parts(problem: PlanProblem) -> Routes | Transfers:
+    """Like :func:`multicast`, but cut into parts that share no port, however small the problem is."""
+    return schedule_chunks(problem, max_together=0)
 
 
 def multicast_from_fast(problem: PlanProblem) -> Routes | Transfers:

@@ -165,9 +165,7 @@ def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
                 f"{what} ties {' and '.join(map(repr, known))}, which are different tensors of the source"
             )
         if made[known[0]].shape != wanted[first]:
-            raise ArgumentError(
-                f"{what}: {first!r} has shape {list(wanted[first])}, but {list(made[known[0]].shape)} on the source"
-            )
+            raise ArgumentError(_describe_shapes(what, first, wanted[first], made[known[0]].shape))
         for part in parts:
             check_cast(source.entries[part.source].dtype, target.entries[first].dtype, repr(first))
             piece = _make_piece(part, first, source)
@@ -175,9 +173,16 @@ def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
                 pieces += _cut_to_views(piece, source.entries[part.source], target.entries[first])
     origins = {part.source for name in used for part in _resolve_ties(made[name].parts, source)}
     extra = [name for name in made if not {part.source for part in _resolve_ties(made[name].parts, source)} <= origins]
-    for unmatched, text in ((missing, "that the source does not have"), (extra, "only the source has")):
-        if unmatched:
-            raise ArgumentError(f"{what}: {_list_names(unmatched)} {text}")
+    unmatched = [
+        f"{_list_names(names)} {text}"
+        for names, text in ((missing, "that the source does not have"), (extra, "that only the source has"))
+        if names
+    ]
+    if unmatched:
+        raise ArgumentError(
+            f"{what}: {', and '.join(unmatched)}; if the sides name or divide the same weights in different ways, say "
+            "how by rules=, for example with weights.Rename or weights.Drop"
+        )
     if not pieces:
         raise ArgumentError(f"{what} has no tensors")
     check_pieces(pieces, rules, source, target, what)
@@ -271,6 +276,17 @@ def _make_piece(part: Part, target: str, source: Manifest) -> Piece:
         shape,
         source.entries[part.source].dtype,
     )
+
+
+def _describe_shapes(what: str, name: str, wanted: tuple[int, ...], made: tuple[int, ...]) -> str:
+    """The error of a tensor whose shape differs on both sides."""
+    text = f"{what}: {name!r} has shape {list(wanted)}, but {list(made)} on the source"
+    pairs = sorted((wanted, made))
+    if len(wanted) == len(made) and all(part <= whole for part, whole in zip(*pairs, strict=True)):
+        text += (
+            "; if a rank holds a part of it, pass a DTensor, or state the part by shards= of Publisher and Subscriber"
+        )
+    return text
 
 
 def _list_names(names: Sequence[str]) -> str:

@@ -19,6 +19,8 @@ from .files import explain_refusal, read_object, read_value, write_text
 from .layer_graph import LayerGraph
 
 VERSION = 1
+#: Fraction of the peak rate of a device that layers are assumed to reach in an estimate.
+EFFICIENCY = 0.5
 
 
 def _is_number(value: Any, low: float, high: float) -> bool:
@@ -199,7 +201,7 @@ class LayerProfile:
         graph: LayerGraph,
         *,
         flops_per_second: float,
-        efficiency: float = 0.5,
+        efficiency: float = EFFICIENCY,
         device: str = "guess",
         message_seconds: float = 0.0,
         slowdown: float = 1.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-from reshard.formatting import format_bytes
+from reshard.formatting import count_of, format_bytes
 
 from .record import TrainingPlanRecord
 
@@ -26,7 +26,8 @@ def draw_training_plan(training_plan: TrainingPlanRecord) -> str:
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' font-family='sans-serif' "
         "font-size='12'>",
         f"<text x='{_LEFT}' y='20'>{escape(str(training_plan).partition(':')[0])}: {training_plan.seconds:.4g} s for "
-        f"{training_plan.num_samples} samples in {training_plan.num_microbatches} microbatches</text>",
+        f"{count_of(training_plan.num_samples, 'sample')} in "
+        f"{count_of(training_plan.num_microbatches, 'microbatch')}</text>",
     ]
     longest = max(report.busy_seconds for report in training_plan.reports) or 1.0
     for number, (stage, report, top) in enumerate(zip(training_plan.stages, training_plan.reports, tops, strict=True)):

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from reshard.errors import ArgumentError
-from reshard.formatting import did_you_mean
+from reshard.formatting import count_of, did_you_mean
 
 #: Number of resolutions and of layers of a U-Transformer.
 LEVELS = 4
@@ -196,7 +196,8 @@ class Preset:
         share, extra = divmod(self.config.num_layers, num_stages)
         if not share:
             raise ArgumentError(
-                f"the model has {self.config.num_layers} layers, too few for {num_stages} stages; use fewer stages"
+                f"the model has {count_of(self.config.num_layers, 'layer')}, too few for {num_stages} stages; use "
+                "fewer stages"
             )
         return tuple(share + (stage < extra) for stage in range(num_stages))
 

@@ -76,7 +76,7 @@ def test_an_error_names_the_module_whose_shapes_depend_on_data():
 
 def test_wrong_cuts_and_placements_are_refused():
     one = rs.Placement()
-    with pytest.raises(ArgumentError, match="1 cuts make 2 stages, but stages has 3 placements"):
+    with pytest.raises(ArgumentError, match="1 cut makes 2 stages, but stages has 3 placements"):
         rs.Pipe(make_chain(), ["layers.1"], stages="1x1,1x1,1x1")
     with pytest.raises(
         ArgumentError, match=r"stage 0 is on rank 0 as dp=1, tp=1 and stage 1 on ranks 0-1 as dp=2, tp=1"

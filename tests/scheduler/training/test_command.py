@@ -28,6 +28,7 @@ def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
     assert "tokens/s" in shown.err
     assert "exposed communication" in shown.err
     assert "gpt3-125m/24 on 1x1,2x1, steps 0 to 2: loss 5." in shown.out
+    assert "step 2: saved a checkpoint in gpt3-125m.checkpoint" in shown.err
     assert (tmp_path / "gpt3-125m.checkpoint" / "step-00000002").is_dir()
     assert main([*command, "--steps", "4", "--compression", "dp=int4x128-bf16,pp=int8x128"]) == 0
     shown = capfd.readouterr()
@@ -68,7 +69,10 @@ def test_train_runs_under_torchrun(tmp_path):
         (["u-transformer-1b", "--data", "x"], "trains on pictures that it draws itself; omit --data"),
         (["gpt3-125m", "--compression", "ep=int8x128"], "the policy 'ep=int8x128' has 'ep=int8x128'"),
         (["gpt3-125m", "--data", "absent"], "the data absent cannot be read"),
-        (["gpt3-125m", "--layers", "6,5"], "6|5 layers on 2 stages do not divide a model of 12 layers"),
+        (
+            ["gpt3-125m", "--layers", "6,5"],
+            "--layers 6,5 has 2 stages and 11 layers, but gpt3-125m has 2 stages and 12 layers",
+        ),
         (["u-transformer-470m", "--meshes", "1x2,1x1"], "stage 0 has tp=2, but no plan"),
         (["gpt3-125m", "--device", "cuda"], "--device cuda needs 2 GPUs on this machine"),
         (["gpt3-125m", "--share-gpus"], "--share-gpus needs --device cuda"),
