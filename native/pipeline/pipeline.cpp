@@ -155,6 +155,6 @@ void bind_pipeline(nb::module_ &m) {
              nb::arg("forward_first"), nb::arg("weights_first"), nb::arg("patience"), nb::arg("group"),
              "The computations of each row by list scheduling; incomplete if the policy deadlocks.")
         .def("ends", &PipelineModel::ends, nb::arg("rows"), nb::arg("recvs_ahead"),
-             "The end of the last computation of each row, in an order of all computations; empty if it deadlocks.")
+             "The end of the last computation of each stage, in an order of all computations; empty if it deadlocks.")
         .def("peak_bytes", &PipelineModel::peak_bytes, nb::arg("rows"), "The most bytes that each row keeps at once.");
 }

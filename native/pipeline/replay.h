@@ -1,5 +1,5 @@
-// The end of each row in an order of computations, with transfers at the places that reshard.scheduler gives them. Python
-// twin: simulate_schedule(add_transfers(...)), in scheduler/simulation/replay.py and scheduler/ir/communication.py.
+// The end of each stage in an order of computations, with transfers at the places that reshard.scheduler gives them.
+// Python twin: simulate_schedule(add_transfers(...)), in scheduler/simulation/replay.py and scheduler/ir/communication.py.
 
 #pragma once
 
@@ -161,9 +161,9 @@ class Replay {
           is_done_(model.num_stages() * model.num_microbatches * 2, 0),
           arrived_(model.channels.size() * model.num_microbatches, 0), sent_(model.channels.size()),
           num_received_(model.channels.size(), 0), num_moved_(model.channels.size(), 0), to_try_(model.num_rows, 1),
-          ends_(model.num_rows, 0.0) {}
+          ends_(model.num_stages(), 0.0) {}
 
-    // The end of the last computation of each row; empty if the rows deadlock.
+    // The end of the last computation of each stage; empty if the rows deadlock.
     std::vector<double> run() {
         while (true) {
             start_all();
@@ -239,7 +239,7 @@ class Replay {
         if (!is_ready(item))
             return false;
         until_[row] = now_ + model_.stages[item.stage].seconds[item.kind];
-        ends_[row] = until_[row];
+        ends_[item.stage] = until_[row];
         return true;
     }
 
@@ -281,7 +281,7 @@ class Replay {
     std::vector<int64_t> num_received_, num_moved_; // posted receives and ended transfers of each channel
     std::vector<char> to_try_;
     std::vector<int64_t> channels_, trying_;
-    std::vector<double> ends_;     // of the last computation of each row so far
+    std::vector<double> ends_;     // of the last computation of each stage so far
     double now_ = 0.0;
 };
 

@@ -92,13 +92,13 @@ def _stage_reports(best: Evaluation) -> tuple[StageReport, ...]:
     busy = [0.0] * len(best.costs)
     for span in best.timeline.spans:
         busy[span.action.stage] += span.end - span.start
-    exposed = [best.timeline.exposed_seconds(pp_rank) for pp_rank in range(len(best.ends))]
+    exposed = [best.timeline.exposed_seconds(pp_rank) for pp_rank in range(max(best.pp_ranks) + 1)]
     return tuple(
         StageReport(
             compute_seconds=cost.compute_seconds,
             tp_collective_seconds=cost.tp_collective_seconds,
             all_gather_seconds=cost.all_gather_seconds,
-            gradient_sync_seconds=cost.sync_seconds,
+            gradient_sync_seconds=best.sum_seconds[number],
             busy_seconds=busy[number],
             exposed_seconds=exposed[pp_rank],
             in_flight=best.in_flight[number],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +29,7 @@ from .data_parallel import (
 from .grad_sync import ReplicaSync, restore_gradients, stash_gradients
 from .observe import StepRecord, TransferRecord, find_observer
 from .p2p import PendingTransfer, StageTransfers
-from .rank_actions import Computation, RankActions, Transfer, compile_actions, only_forwards
+from .rank_actions import Computation, RankActions, Transfer, compile_actions, find_sum_places, only_forwards
 from .stage import StageRun, Tensors
 from .tied_params import TiedParameters
 from .warm_up import warm_up
@@ -90,6 +90,8 @@ class Program:
         used: for each microbatch, the index of its pipeline in ``pipelines``.
         actions: actions of this rank.
         forwards: those of a step without training.
+        sum_places: of each stage after which this rank computes, the index of the action before which the sum of its
+            gradients over replicas starts.
     """
 
     schedule: Schedule
@@ -98,6 +100,7 @@ class Program:
     used: tuple[int, ...]
     actions: RankActions
     forwards: RankActions
+    sum_places: Mapping[int, int]
 
     @classmethod
     def of(
@@ -113,7 +116,7 @@ class Program:
         """The program of a rank. ``rank``, ``pp_rank`` and ``stages``: see :class:`EngineState`."""
         actions = compile_actions(schedule, pipelines, transfers, used, rank, pp_rank, stages)
         parts = tuple(pipelines), tuple(transfers), tuple(used)
-        return cls(schedule, *parts, actions, only_forwards(actions))
+        return cls(schedule, *parts, actions, only_forwards(actions), find_sum_places(actions))
 
     def close(self) -> None:
         """Close the Movers."""
@@ -196,11 +199,15 @@ class Iteration:
         stashed = stash_gradients(to_sum) if self.inputs.train else []
         try:
             self.warm_up()
+            places = self.find_places_of_sums()
             for replicas in self.state.replicas:
-                replicas.begin(self.check_errors)
+                replicas.begin(self.check_errors, places.get(replicas.stage))
             for run in self.stages.values():
                 run.begin()
-            for item in self.actions:
+            stage_at = {place: stage for stage, place in places.items()}
+            for index, item in enumerate(self.actions):
+                if index in stage_at:
+                    self.start_sum(stage_at[index])
                 self.doing = item.action
                 if isinstance(item, Transfer):
                     self.move(item)
@@ -215,10 +222,7 @@ class Iteration:
                 else:
                     reshard_parameters(run.module)
             if self.inputs.train:
-                summed_ids: set[int] = set()
-                for replicas in self.state.replicas:
-                    with self.observe("sum gradients of", replicas.stage, None):
-                        replicas.add_gradients(self.check_errors, summed_ids)
+                self.finish_sums(places)
                 for run in self.stages.values():
                     run.sum_declared_gradients()
                 self.state.ties.add_gradients()
@@ -241,6 +245,43 @@ class Iteration:
             for name, value in values.items():
                 metrics[name] = metrics.get(name, 0.0) + (weight * value if weight else 0.0)
         return Step(losses, loss, metrics, totals, time.monotonic() - begun, self.measured.waited_seconds)
+
+    def find_places_of_sums(self) -> dict[int, int]:
+        """``{stage: index}`` of the actions before which sums of gradients over replicas start in this step.
+
+        Only of stages that train, and whose gradients are complete then: no other stage of this rank has one of their
+        parameters, and none of these is a DTensor, whose gradient gets its placements after the last action.
+        """
+        places = self.program.sum_places
+        if not self.inputs.train or not any(replicas.stage in places for replicas in self.state.replicas):
+            return {}
+        used = Counter(id(parameter) for run in self.stages.values() for parameter in run.module.parameters())
+        own = {replicas.stage: replicas.parameters() for replicas in self.state.replicas if replicas.stage in places}
+        return {
+            stage: places[stage]
+            for stage, parameters in own.items()
+            if any(item.requires_grad for item in parameters)
+            and all(used[id(item)] == 1 and not hasattr(item, "placements") for item in parameters)
+        }
+
+    def start_sum(self, stage: int) -> None:
+        """Start to sum the gradients of a stage over replicas, while this rank goes on."""
+        self.doing = None
+        (replicas,) = (item for item in self.state.replicas if item.stage == stage)
+        with self.observe("start to sum gradients of", stage, None):
+            replicas.start_sum(self.check_errors, replicas.parameters())
+
+    def finish_sums(self, started: Collection[int]) -> None:
+        """Sum gradients over replicas. Wait for the sums of the ``started`` stages."""
+        summed: set[int] = set()
+        for replicas in self.state.replicas:
+            with self.observe("sum gradients of", replicas.stage, None):
+                if replicas.stage in started:
+                    replicas.finish_sum(self.check_errors)
+                else:
+                    parameters = [item for item in replicas.parameters() if id(item) not in summed]
+                    summed.update(map(id, parameters))
+                    replicas.add_gradients(self.check_errors, parameters)
 
     def warm_up(self) -> None:
         """On a GPU, run each stage once for each shape of its tensors, before their first transfer."""

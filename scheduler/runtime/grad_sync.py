@@ -13,7 +13,9 @@ import hashlib
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +42,31 @@ BUCKET_BYTES = 2**25
 #: Raises an error that another rank reported, if any.
 CheckErrors = Callable[[], None]
 Gradients = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _StartedSum:
+    """The sum of a bucket in progress: its parameters, the shapes and strides of their gradients, and the values."""
+
+    parameters: list[torch.Tensor]
+    shapes: list[tuple[torch.Size, tuple[int, ...]]]
+    flat: torch.Tensor
+    work: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Forms:
+    """Parameters of a sum by the form of their gradients.
+
+    Attributes:
+        buckets: those with dense gradients.
+        sparse: those with sparse gradients, each with the number of sparse dims.
+        unused: those without gradients.
+    """
+
+    buckets: list[list[torch.Tensor]] = field(default_factory=list)
+    sparse: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    unused: list[torch.Tensor] = field(default_factory=list)
 
 
 def find_replicas(group: Group, stage: int, module: Any, mesh: Mesh) -> tuple[int, ...]:
@@ -106,6 +133,8 @@ class ReplicaSync:
         _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
         self._generation, self._in_step = decision.generation, False
         self._connections = self._channel.collectives(decision.generation, torch.device(device), timeout_seconds)
+        self._started: deque[_StartedSum] = deque()
+        self._forms = _Forms()  # of the sum that has started
         group.resources.add_user(self)
 
     # Interface :class:`reshard.coordination.liveness.heartbeat.Watched`
@@ -146,11 +175,12 @@ class ReplicaSync:
         """Fail the collectives of this step on all replicas."""
         self._channel.fail(self._generation, error)
 
-    def begin(self, check_errors: CheckErrors) -> None:
+    def begin(self, check_errors: CheckErrors, sum_place: int | None = None) -> None:
         """Before the first forward, check that replicas match, and broadcast the buffers of the first replica.
 
         Args:
             check_errors: called regularly while waiting; raises when a rank has failed.
+            sum_place: index of the action before which the sum of gradients starts; None: after the last action.
 
         Raises:
             DisagreementError: replicas have different parameters or buffers, or froze different ones.
@@ -162,7 +192,8 @@ class ReplicaSync:
         if self._connections is None:
             return
         Monitor.of(self._group).watch(self)
-        outline = self._outline()
+        where = "after the last action" if sum_place is None else f"before action {sum_place}"
+        outline = [*self._outline(), ("parameters in common with other stages", f"its sum of gradients {where}")]
         # One all-reduce shows whether all hashes are equal: the maximum of -h is minus the minimum of h.
         hashes = [int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) for _, text in outline]
         extremes = self._on_device([sign * digest for digest in hashes for sign in (1, -1)])
@@ -179,49 +210,111 @@ class ReplicaSync:
         if not self._in_step:
             return
         self._in_step, self._module.require_forward_param_sync = False, self._syncs_in_forward
+        self._started, self._forms = deque(), _Forms()
         if self._connections is not None:
             Monitor.of(self._group).forget(self)
 
-    def add_gradients(self, check_errors: CheckErrors, summed: set[int]) -> None:
+    def add_gradients(self, check_errors: CheckErrors, parameters: Sequence[torch.Tensor]) -> None:
         """After the last backward, sum gradients over replicas. A parameter that no replica used gets none.
 
         Args:
             check_errors: see :meth:`begin`.
-            summed: ``id`` of each parameter that another stage of this rank has summed already; updated in place.
+            parameters: those of :meth:`parameters` that no other stage of this rank sums.
 
         Raises:
             TransferTimeoutError, RemoteError: a replica failed or did not arrive. Also what ``check_errors`` raises.
         """
         self._group.check_usable()
-        parameters = [parameter for parameter in self.parameters() if id(parameter) not in summed]
-        summed.update(map(id, parameters))
+        if parameters and self._connections is not None:
+            forms = self._agree_on_forms(check_errors, parameters)
+            self._sum_sparse(check_errors, forms.sparse)
+            for bucket in forms.buckets:
+                self._sum_bucket(check_errors, bucket)
+
+    def start_sum(self, check_errors: CheckErrors, parameters: Sequence[torch.Tensor]) -> None:
+        """As :meth:`add_gradients`, but :meth:`finish_sum` waits for the sums. Until then ``.grad`` is None.
+
+        Sparse and compressed gradients take several steps, so :meth:`finish_sum` sums them. All replicas start at the
+        same place of their actions. They wait here for each other, and not for other ranks.
+        """
+        self._group.check_usable()
         if not parameters or self._connections is None:
             return
-        # All replicas must call the same collectives, so they agree on the form of each gradient.
-        forms = self._on_device([_form(parameter.grad) for parameter in parameters])
-        self._all_reduce(forms, check_errors, op=dist.ReduceOp.MAX)
+        self._forms = forms = self._agree_on_forms(check_errors, parameters)
+        for bucket in forms.buckets if self.encoded is None else ():
+            gradients = [_grad_of(parameter) for parameter in bucket]
+            shapes = [(gradient.shape, gradient.stride()) for gradient in gradients]
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            for parameter in bucket:  # so that a gradient and its part of the bucket do not both take memory
+                parameter.grad = None
+            self._started.append(_StartedSum(bucket, shapes, flat, self._post_sum(flat)))
+
+    def finish_sum(self, check_errors: CheckErrors) -> None:
+        """Wait for the sums of :meth:`start_sum`, and put them into ``.grad``.
+
+        Raises:
+            ArgumentError: a parameter has got another gradient since. Also what :meth:`add_gradients` raises.
+        """
+        forms, self._forms = self._forms, _Forms()
+        self._check_unchanged([*forms.unused, *(item for done in self._started for item in done.parameters)])
+        while self._started:
+            item = self._started.popleft()
+            self._wait(item.work, "add its gradients", check_errors)
+            parts = item.flat.split([shape.numel() for shape, _ in item.shapes])
+            for parameter, (shape, stride), part in zip(item.parameters, item.shapes, parts, strict=True):
+                gradient = torch.empty_strided(shape, stride, dtype=part.dtype, device=part.device)
+                parameter.grad = gradient.copy_(part.view(shape))
+        self._sum_sparse(check_errors, forms.sparse)
+        for bucket in forms.buckets if self.encoded is not None else ():
+            self._sum_bucket(check_errors, bucket)
+
+    def _check_unchanged(self, without_gradient: Sequence[torch.Tensor]) -> None:
+        late = [id(parameter) for parameter in without_gradient if parameter.grad is not None]
+        if late:
+            name = next(name for name, item in self._module.module.named_parameters() if id(item) in late)
+            raise ArgumentError(
+                f"parameter {name!r} of stage {self.stage} got a gradient after the last backward of its stage: "
+                "another stage of the rank uses it, so it must be a parameter of that stage too"
+            )
+
+    def _agree_on_forms(self, check_errors: CheckErrors, parameters: Sequence[torch.Tensor]) -> _Forms:
+        """The form in which replicas sum each gradient, so that all call the same collectives."""
+        numbers = self._on_device([_form(parameter.grad) for parameter in parameters])
+        self._all_reduce(numbers, check_errors, op=dist.ReduceOp.MAX)
+        forms = _Forms()
         dense: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for parameter, form in zip(parameters, forms.tolist(), strict=True):
+        for parameter, form in zip(parameters, numbers.tolist(), strict=True):
             if form == _DENSE:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter, dtype=torch_compat.gradient_dtype(parameter))
                 elif parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
-                dense.setdefault((parameter.grad.dtype, parameter.device), []).append(parameter.grad)
-            elif form != _NONE:
-                parameter.grad = gradient = _sparse(parameter, sparse_dim=form - _NONE)
-                self._all_reduce(gradient, check_errors)
-        names = {id(item.grad): name for name, item in self._module.module.named_parameters()}
-        for gradients in dense.values():
-            for bucket in _buckets(gradients):
-                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-                if self.encoded is not None and self.encoded.can_compress(flat):
-                    parts = [(names[id(gradient)], gradient.numel()) for gradient in bucket]
-                    self.encoded.add(flat, parts, functools.partial(self._exchange, check_errors))
-                else:
-                    self._all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, check_errors)
-                for gradient, part in zip(bucket, flat.split([item.numel() for item in bucket]), strict=True):
-                    gradient.copy_(part.view(gradient.shape))
+                dense.setdefault((parameter.grad.dtype, parameter.device), []).append(parameter)
+            elif form == _NONE:
+                forms.unused.append(parameter)
+            else:
+                forms.sparse.append((parameter, form - _NONE))
+        forms.buckets.extend(bucket for alike in dense.values() for bucket in _buckets(alike))
+        return forms
+
+    def _sum_sparse(self, check_errors: CheckErrors, sparse: Sequence[tuple[torch.Tensor, int]]) -> None:
+        """Sum sparse gradients. Each parameter comes with the number of sparse dims of its gradient."""
+        for parameter, sparse_dim in sparse:
+            parameter.grad = gradient = _sparse(parameter, sparse_dim)
+            self._all_reduce(gradient, check_errors)
+
+    def _sum_bucket(self, check_errors: CheckErrors, bucket: Sequence[torch.Tensor]) -> None:
+        """Sum the gradients of a bucket of parameters in place."""
+        gradients = [_grad_of(parameter) for parameter in bucket]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        if self.encoded is not None and self.encoded.can_compress(flat):
+            names = {id(parameter): name for name, parameter in self._module.module.named_parameters()}
+            parts = [(names[id(parameter)], parameter.numel()) for parameter in bucket]
+            self.encoded.add(flat, parts, functools.partial(self._exchange, check_errors))
+        else:
+            self._wait(self._post_sum(flat), "add its gradients", check_errors)
+        for gradient, part in zip(gradients, flat.split([item.numel() for item in gradients]), strict=True):
+            gradient.copy_(part.view(gradient.shape))
 
     def parameters(self) -> list[torch.Tensor]:
         """Parameters whose gradients :meth:`add_gradients` sums."""
@@ -279,9 +372,14 @@ class ReplicaSync:
         purpose: str = "add its gradients",
         op: Any = dist.ReduceOp.SUM,
     ) -> None:
+        self._wait(self._post_sum(array, op), purpose, check_errors)
+
+    def _post_sum(self, array: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        self._wait(self._connections.allreduce([array], options), purpose, check_errors)
+        if array.is_complex() and array.layout is torch.strided:
+            array = torch.view_as_real(array)
+        return self._connections.allreduce([array], options)
 
     def _exchange(self, check_errors: CheckErrors, received: torch.Tensor, sent: torch.Tensor, rows: list[int]) -> None:
         """All-to-all: send ``rows[i]`` rows to replica ``i``, and receive as many from it."""
@@ -382,12 +480,18 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Buckets of consecutive gradients, of at most ``BUCKET_BYTES``. A larger gradient has its own bucket."""
+def _grad_of(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _buckets(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Consecutive parameters whose gradients have at most ``BUCKET_BYTES``. A larger gradient has its own bucket."""
     bucket: list[torch.Tensor] = []
-    for gradient in gradients:
-        if bucket and sum(item.nbytes for item in bucket) + gradient.nbytes > BUCKET_BYTES:
+    for parameter in parameters:
+        if bucket and sum(_grad_of(item).nbytes for item in bucket) + _grad_of(parameter).nbytes > BUCKET_BYTES:
             yield bucket
             bucket = []
-        bucket.append(gradient)
-    yield bucket
+        bucket.append(parameter)
+    if bucket:
+        yield bucket

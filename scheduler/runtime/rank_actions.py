@@ -147,3 +147,14 @@ def only_forwards(actions: RankActions) -> RankActions:
         for item in actions
         if (item.channel.is_forward if isinstance(item, Transfer) else item.action.kind is Kind.F)
     )
+
+
+def find_sum_places(actions: RankActions) -> dict[int, int]:
+    """``{stage: index}`` of the computation before which the sum of its gradients can start.
+
+    It is the first computation after the last one of the stage, so that what the last one sends goes first. A stage
+    after which the rank computes nothing has no entry.
+    """
+    computed = [(index, item.action.stage) for index, item in enumerate(actions) if isinstance(item, Computation)]
+    last = {stage: number for number, (_, stage) in enumerate(computed)}
+    return {stage: computed[number + 1][0] for stage, number in last.items() if number + 1 < len(computed)}

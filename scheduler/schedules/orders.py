@@ -67,7 +67,7 @@ class OrderModel:
         return max(self.end_seconds(order), default=math.inf)
 
     def end_seconds(self, order: Order) -> list[float]:
-        """The simulated end of each pp rank for all computations in an order; empty if it deadlocks."""
+        """The simulated end of the last computation of each stage, in an order of all; empty if it deadlocks."""
         seconds: list[float] = self._native.ends(order, RECVS_AHEAD)
         return seconds
 

@@ -40,7 +40,7 @@ class Evaluation:
         pipeline: stages and edges of the candidate, with their costs.
         costs: ``(stages,)`` costs of each stage.
         exchanges: sums over stages of the gradients of parameters that they share.
-        ends: ``(pp ranks,)`` seconds from the start of a step to the end of the last computation of each pp rank.
+        ends: ``(stages,)`` seconds from the start of a step to the end of the last computation of each stage.
         peaks: ``(pp ranks,)`` memory of the fullest device of each pp rank.
         seconds: time of a step, until the last stage has summed its gradients.
     """
@@ -84,6 +84,13 @@ class Evaluation:
         peak = max(peak.memory_bytes for peak in self.peaks)
         return (float(f"{self.seconds:.9g}"), self.candidate.complexity, round(peak), self.candidate.text)
 
+    @cached_property
+    def sum_seconds(self) -> tuple[float, ...]:
+        """``(stages,)`` seconds in which each stage sums gradients over replicas after the last computation of its pp
+        rank.
+        """
+        return tuple(exposed_sums(self.ends, self.costs, self.pp_ranks))
+
     def seconds_by_kind(self) -> tuple[float, float, float, float]:
         """Where the time of the pp rank that ends last goes: ``(compute, exposed transfers, other idle, gradient
         sum)``.
@@ -93,8 +100,8 @@ class Evaluation:
         done = _end_seconds(self.ends, self.costs, self.exchanges, self.pp_ranks)
         pp_rank = max(range(len(done)), key=lambda r: (done[r], -r))
         busy, exposed = self.timeline.busy_seconds(pp_rank), self.timeline.exposed_seconds(pp_rank)
-        own = (cost for cost, number in zip(self.costs, self.pp_ranks, strict=True) if number == pp_rank)
-        summed = sum(cost.ending_seconds for cost in own)
+        own = [stage for stage, number in enumerate(self.pp_ranks) if number == pp_rank]
+        summed = sum(self.sum_seconds[stage] + self.costs[stage].tie_seconds for stage in own)
         idle = done[pp_rank] - busy - exposed - summed
         if idle < 1e-9 * done[pp_rank]:  # a rounding error
             idle = 0.0
@@ -164,9 +171,10 @@ def step_seconds(
         pp_ranks: the pp rank of each stage; default: one stage on each.
     """
     pp_ranks = range(len(costs)) if pp_ranks is None else pp_ranks
-    ends = [0.0] * (max(pp_ranks) + 1)
+    ends = [0.0] * len(costs)
     for span in timeline.spans:
-        ends[span.pp_rank] = max(ends[span.pp_rank], span.end)
+        if not span.action.kind.is_transfer:
+            ends[span.action.stage] = max(ends[span.action.stage], span.end)
     return max(_end_seconds(ends, costs, exchanges, pp_ranks))
 
 
@@ -176,18 +184,43 @@ def _end_seconds(
     """When each pp rank is done with its sums: those over replicas, then those over stages, which wait for each other.
 
     Args:
-        ends: end of the last computation of each pp rank.
+        ends: end of the last computation of each stage.
         pp_ranks: pp ranks of each stage.
     """
-    done = list(ends)
-    for pp_rank, cost in zip(pp_ranks, costs, strict=True):
-        done[pp_rank] += cost.sync_seconds
+    done = [0.0] * (max(pp_ranks) + 1)
+    for pp_rank, end in zip(pp_ranks, ends, strict=True):
+        done[pp_rank] = max(done[pp_rank], end)
+    for pp_rank, seconds in zip(pp_ranks, exposed_sums(ends, costs, pp_ranks), strict=True):
+        done[pp_rank] += seconds
     for exchange in exchanges:
         having = {pp_ranks[stage] for stage in exchange.stages}
         end = max(done[pp_rank] for pp_rank in having) + exchange.seconds
         for pp_rank in having:
             done[pp_rank] = end
     return done
+
+
+def exposed_sums(ends: Sequence[float], costs: Sequence[StageCost], pp_ranks: Sequence[int]) -> list[float]:
+    """Seconds in which each stage sums gradients over replicas after the last computation of its pp rank.
+
+    An early sum starts when its stage ends and the pp rank has made its earlier sums. It takes as long as without the
+    computations beside it. All other sums follow after the last computation.
+
+    Args:
+        ends: end of the last computation of each stage.
+        pp_ranks: of each stage.
+    """
+    exposed = [cost.sync_seconds for cost in costs]
+    started: dict[int, tuple[float, list[int]]] = {}  # of each pp rank: the last end so far, and the stages until then
+    for stage in sorted(range(len(costs)), key=lambda stage: (ends[stage], -stage)):
+        before, stages = started.get(pp_ranks[stage], (0.0, []))
+        free = ends[stage] - before
+        for other in stages:
+            hidden = min(free, exposed[other] - costs[other].late_sync_seconds)
+            exposed[other] -= hidden
+            free -= hidden
+        started[pp_ranks[stage]] = ends[stage], [*stages, stage]
+    return exposed
 
 
 def _short_bytes(peaks: Sequence[DevicePeak]) -> float:

@@ -74,6 +74,7 @@ class LayerCost:
         gathered_bytes: whole parameters, while ZeRO 3 has gathered them.
         sync_seconds: the sum of the gradients, once per step.
         panel_bytes: panels of the largest product on a grid, while it runs.
+        early_sync_seconds: the part of ``sync_seconds`` during which the rank may compute other stages.
     """
 
     forward_seconds: float
@@ -89,6 +90,12 @@ class LayerCost:
     gathered_bytes: float
     sync_seconds: float
     panel_bytes: float = 0.0
+    early_sync_seconds: float = 0.0
+
+    @property
+    def late_sync_seconds(self) -> float:
+        """The part of ``sync_seconds`` that follows after all computations of the rank."""
+        return self.sync_seconds - self.early_sync_seconds
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,8 @@ class StageCost:
     ``late_bytes`` are gradients that do not exist yet at the peak around the first backward of a step of
     ``num_microbatches``. ``received_bytes`` is the part of ``buffer_bytes`` for tensors that are received early,
     without gradients. Once in a step, after its own sums, a stage sums the gradients of parameters that it shares with
-    other stages. This takes ``tie_seconds``, and ``tie_bytes`` of a device in addition to its states.
+    other stages. This takes ``tie_seconds``, and ``tie_bytes`` of a device in addition to its states. During
+    ``early_sync_seconds``, a part of ``sync_seconds``, the device may compute its other stages.
     """
 
     forward_seconds: float
@@ -118,6 +126,7 @@ class StageCost:
     tie_seconds: float = 0.0
     tie_bytes: float = 0.0
     received_bytes: float = 0.0
+    early_sync_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -137,6 +146,11 @@ class StageCost:
     def ending_bytes(self) -> float:
         """Bytes of a device at the end of a step, while it adds gradients of parameters that stages share."""
         return self.state_bytes + self.tie_bytes
+
+    @property
+    def late_sync_seconds(self) -> float:
+        """The part of ``sync_seconds`` that follows after all computations of the device."""
+        return self.sync_seconds - self.early_sync_seconds
 
     @property
     def ending_seconds(self) -> float:
@@ -246,7 +260,17 @@ def layer_cost(layer: Layer, choice: Choice, place: StagePlace, work: Workload) 
         saved - kept,
         shared.gathered_bytes,
         shared.sync_seconds + scatter,
+        early_sync_seconds=shared.sync_seconds if may_sum_early(choice, codec_costs) else 0.0,
     )
+
+
+def may_sum_early(choice: Choice, codec_costs: CodecCosts) -> bool:
+    """Whether the engine sums gradients while their rank computes other stages: raw sums under DDP.
+
+    While codecs are optional, a sum may be raw.
+    """
+    is_ddp = choice.zero == 0 and choice.tp == 1 and not choice.grid
+    return is_ddp and (codec_costs.all_reduce is None or codec_costs.is_optional)
 
 
 def device_seconds_of_zero_3(times: ClassTimes, choice: Choice, share: float) -> tuple[float, float]:

@@ -304,12 +304,18 @@ class SearchProblem:
 
         :meth:`stage_cost` does not know the other stages, so it counts the least that such a sum takes.
         """
-        exchanges = self.ties.exchanges(stages)
+        exchanges, pp_ranks = self.ties.exchanges(stages), pp_ranks_of(stages)
         stage_costs = [self.stage_cost(stage, num_microbatches) for stage in stages]
         for index, cost in enumerate(stage_costs if self.graph.ties else ()):
             own = [exchange for exchange in exchanges if index in exchange.stages]
             nbytes = max((item.stage_bytes[item.stages.index(index)] for item in own), default=0.0)
-            stage_costs[index] = replace(cost, tie_seconds=sum(item.seconds for item in own), tie_bytes=nbytes)
+            sharing = [pp_ranks[stage] for item in own for stage in item.stages if stage != index]
+            stage_costs[index] = replace(
+                cost,
+                tie_seconds=sum(item.seconds for item in own),
+                tie_bytes=nbytes,
+                early_sync_seconds=0.0 if pp_ranks[index] in sharing else cost.early_sync_seconds,
+            )
         return tuple(stage_costs), exchanges
 
     def _find_stage_cost(self, stage: StagePlan, num_microbatches: int) -> StageCost:
@@ -338,6 +344,7 @@ class SearchProblem:
             num_microbatches,
             *self.ties.least(stage, place),
             received,
+            sum(cost.early_sync_seconds for cost in costs),
         )
 
     def relayout_seconds(self, stage: StagePlan, place: StagePlace, num_microbatches: int) -> float:

@@ -22,6 +22,7 @@ def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
     """A lower bound, in seconds, on the step time of a candidate under any schedule, if edges take no time.
 
     Each stage waits for one forward of every stage before it, computes all microbatches, and then sums its gradients.
+    Of the stages of a pp rank, only that which ends last sums all of them after the last computation.
     """
     costs, _ = problem.costs(candidate.stages, candidate.num_microbatches)
     return _bound(problem, candidate, costs, {})
@@ -68,7 +69,8 @@ def _bound(problem: SearchProblem, candidate: Candidate, costs: Sequence[StageCo
 
     Before a pp rank computes its microbatches, each stage before its first one computes a forward. After it has
     computed them, it sums its gradients, and each of these stages computes a backward without its weight gradients. The
-    same holds for the transfers of an edge.
+    same holds for the transfers of an edge. If a pp rank has several stages, it may have made all early sums by then
+    but those of its last stage. None of its sums starts before a stage has computed all microbatches.
     """
     pp_ranks, count, is_sequential = candidate.pp_ranks, candidate.num_microbatches, problem.graph.is_sequential
     there, back, best = 0.0, 0.0, 0.0
@@ -78,8 +80,11 @@ def _bound(problem: SearchProblem, candidate: Candidate, costs: Sequence[StageCo
             worked, deferred = (
                 count * sum(v) for v in zip(*((c.seconds, c.weight_grad_seconds) for c in own), strict=True)
             )
-            ending = sum(item.sync_seconds for item in own) + max(item.tie_seconds for item in own)
-            best = max(best, there + worked + ending, there + back + worked - deferred)
+            sums, early = sum(item.sync_seconds for item in own), [item.early_sync_seconds for item in own]
+            exposed = sums - (sum(early) - min(early))
+            first = count * min(item.seconds for item in own)
+            ending = max(worked + exposed, first + sums) + max(item.tie_seconds for item in own)
+            best = max(best, there + ending, there + back + worked - deferred)
         if is_sequential:
             there += cost.forward_seconds
             back += cost.backward_seconds - cost.weight_grad_seconds

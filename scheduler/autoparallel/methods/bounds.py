@@ -14,7 +14,8 @@ the layer before it, nothing is counted for the stages before i.
 A recurrence over the stages, from the last one, finds the least value of all divisions of layers and devices. There,
 each stage has the least time of its choices, and the memory of one microbatch with all layers recomputed.
 
-With several stages on a mesh, the work and the gradient sums of all layers take at least their mean over all devices.
+With several stages on a mesh, the work of all layers takes at least its mean over all devices. So does the work with
+those gradient sums during which a device cannot compute other stages.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def single_stage_bound(problem: SearchProblem) -> float:
 def _interleaved_bound(problem: SearchProblem) -> float:
     """Seconds that no plan with several stages on each of at least two meshes beats; infinite if there is none.
 
-    The mean over all devices of the seconds in which each computes and sums its gradients.
+    The mean over all devices of the seconds in which each computes, and sums gradients without computing beside it.
     """
     total = problem.cluster.num_ranks
     if total < 2 or len(problem.graph.layers) < 4 or problem.rules.max_stages_per_rank < 2:
@@ -116,12 +117,12 @@ def _costs(problem: SearchProblem, place: StagePlace, count: int) -> list[list[t
 
 
 def _work(problem: SearchProblem, places: tuple[StagePlace, ...], count: int, *, with_sums: bool = False) -> float:
-    """The least device-seconds of a step; ``with_sums``: with the sums of gradients."""
+    """The least device-seconds of a step; ``with_sums``: with sums of gradients beside which nothing is computed."""
     min_seconds = np.full(len(problem.graph.layers), np.inf)
     for place in places:
         for costs in _costs(problem, place, count):
             seconds = [
-                count * (cost.forward_seconds + cost.backward_seconds) + (cost.sync_seconds if with_sums else 0.0)
+                count * (cost.forward_seconds + cost.backward_seconds) + (cost.late_sync_seconds if with_sums else 0.0)
                 for cost, _ in costs
             ]
             min_seconds = np.minimum(min_seconds, place.num_ranks * np.array(seconds))

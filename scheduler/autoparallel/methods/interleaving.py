@@ -38,7 +38,8 @@ NEAR_ESTIMATE = 1.25
 class _Mesh:
     """Ranks with one choice for all layers, and the seconds of each layer for one microbatch and for its gradient sum.
 
-    Layers that cannot have the choice take infinitely long.
+    Layers that cannot have the choice take infinitely long. During ``early_sync_seconds`` of a sum, the ranks may
+    compute other stages.
     """
 
     first_rank: int
@@ -46,6 +47,7 @@ class _Mesh:
     choice: Choice
     seconds: tuple[float, ...]
     sync_seconds: tuple[float, ...]
+    early_sync_seconds: tuple[float, ...]
 
     @property
     def num_ranks(self) -> int:
@@ -172,7 +174,8 @@ def _mesh(problem: SearchProblem, first: int, end: int, choice: Choice, count: i
         ]
         seconds = tuple(math.inf if cost is None else cost.forward_seconds + cost.backward_seconds for cost in costs)
         sync_seconds = tuple(0.0 if cost is None else cost.sync_seconds for cost in costs)
-        problem.memo[key] = _Mesh(first, end, choice, seconds, sync_seconds)
+        early = tuple(0.0 if cost is None else cost.early_sync_seconds for cost in costs)
+        problem.memo[key] = _Mesh(first, end, choice, seconds, sync_seconds, early)
     mesh: _Mesh = problem.memo[key]
     return mesh
 
@@ -186,11 +189,15 @@ def _placements(num: int, num_layers: int, limit: int) -> Iterator[tuple[int, ..
 
 
 def _estimate(cuts: Sequence[int], meshes: Sequence[_Mesh], placement: Sequence[int], count: int) -> float:
-    """An estimate of the seconds of a step: the work of the busiest mesh, and filling and draining the pipeline."""
+    """An estimate of the seconds of a step: the work of the busiest mesh, and filling and draining the pipeline.
+
+    The first stage of a mesh ends last, so that computation hides none of its sum of gradients.
+    """
     busy, sync = [0.0] * len(meshes), [0.0] * len(meshes)
-    for first, end, r in zip(cuts, cuts[1:], placement, strict=False):
+    for number, (first, end, r) in enumerate(zip(cuts, cuts[1:], placement, strict=False)):
         busy[r] += sum(meshes[r].seconds[first:end])
-        sync[r] += sum(meshes[r].sync_seconds[first:end])
+        hidden = meshes[r].early_sync_seconds[first:end] if r in placement[:number] else ()
+        sync[r] += sum(meshes[r].sync_seconds[first:end]) - sum(hidden)
     filled = max(busy) * (len(meshes) - 1) * len(meshes) / len(placement)
     return max(count * item + after for item, after in zip(busy, sync, strict=True)) + filled
 

@@ -24,7 +24,8 @@ _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
 class StageReport:
     """Predicted seconds of a stage for one microbatch, and bytes of a device at the peak.
 
-    ``ending_bytes`` are those at the end of a step, while a device adds gradients of parameters that stages share.
+    ``gradient_sync_seconds`` are those after the last computation of a device. ``ending_bytes`` are those at the end
+    of a step, while a device adds gradients of parameters that stages share.
     """
 
     compute_seconds: float

@@ -9,8 +9,10 @@ import pytest
 
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import Choice, ChoiceRules, TrainingPlan, search
+from reshard.scheduler.autoparallel.costs.codec_costs import RAW, CodecCost, CodecCosts
 from reshard.scheduler.autoparallel.costs.device_peaks import peak_of_stages
-from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
+from reshard.scheduler.autoparallel.costs.iteration import exposed_sums
+from reshard.scheduler.autoparallel.costs.layer_costs import StageCost, may_sum_early
 from reshard.scheduler.autoparallel.device_subsets import choose_part
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan, check_stages
 from reshard.scheduler.autoparallel.methods import auto as auto_method
@@ -86,6 +88,25 @@ def test_rules_can_allow_one_stage_on_each_mesh_alone():
     assert len(set(found.pp_ranks)) == len(found.stages)
     with pytest.raises(ArgumentError, match="max_stages_per_rank of ChoiceRules is 0; it must be at least 1"):
         ChoiceRules(max_stages_per_rank=0)
+
+
+def test_a_device_makes_early_sums_one_after_the_other_and_the_others_after_its_last_computation():
+    """Stages 0 to 2 of a device end at 10, 4 and 7 s: sums from 4 to 9 s, to 13 s and to 15 s, and then a late second."""
+    plain = StageCost(*[0.0] * 12)
+    sums = [(2.0, 2.0), (5.0, 5.0), (5.0, 4.0), (3.0, 3.0)]  # all seconds of each stage, and the early ones
+    costs = [replace(plain, sync_seconds=whole, early_sync_seconds=early) for whole, early in sums]
+    assert exposed_sums([10.0, 4.0, 7.0, 1.0], costs, [0, 0, 0, 1]) == [2.0, 0.0, 4.0, 3.0]
+    late = [replace(cost, early_sync_seconds=0.0) for cost in costs]
+    assert exposed_sums([10.0, 4.0, 7.0, 1.0], late, [0, 0, 0, 1]) == [2.0, 5.0, 5.0, 3.0]
+
+
+def test_only_raw_sums_under_ddp_are_early():
+    others = (Choice(2), Choice(zero=1), Choice(zero=3), Choice.on_grid(1, 1, 2))
+    assert may_sum_early(Choice(), RAW) and not any(may_sum_early(choice, RAW) for choice in others)
+    codec = CodecCost(0.25, 1e9, 1e9)
+    assert not may_sum_early(Choice(), CodecCosts(codec)) and may_sum_early(
+        Choice(), CodecCosts(codec, is_optional=True)
+    )
 
 
 def test_the_memory_of_a_device_adds_its_stages_over_time():

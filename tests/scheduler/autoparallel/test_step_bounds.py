@@ -31,6 +31,20 @@ def test_no_interleaved_candidate_is_faster_than_the_bounds_with_prices_of_its_e
     assert count
 
 
+@pytest.mark.parametrize(("seed", "options"), [(6, {}), (11, {"ties": True})])
+def test_no_interleaved_candidate_with_early_sums_is_faster_than_the_bounds(seed, options):
+    problem = make_problem(seed, max_layers=6, **options)
+    fast = LayerProfile.estimate(problem.graph, flops_per_second=1e12)  # sums take a large part of a step
+    problem, num_hidden = problem.changed(profile=fast), 0
+    for candidate in itertools.islice(interleaved_candidates(problem), 0, 300, 3):
+        found = evaluate(problem, candidate)
+        if found is not None:
+            assert step_bound(problem, candidate) <= found.seconds * (1 + 1e-9)
+            assert may_be_faster(problem, candidate, found.seconds * (1 + 1e-6))
+            num_hidden += sum(found.sum_seconds) < 0.9 * sum(cost.sync_seconds for cost in found.costs)
+    assert num_hidden
+
+
 def make_slow_case(gbit):
     """Two hosts that exchange 4 MB in a microbatch, and four stages that take turns on them."""
     graph = LayerGraph.transformer(layers=4, hidden=256, heads=4, sequence=1024, vocabulary=512, dtype="float32")

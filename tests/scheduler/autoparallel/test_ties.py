@@ -115,6 +115,17 @@ def test_stages_of_a_v_share_parameters_with_earlier_ranks_or_with_their_own():
     assert (same.stages, same.seconds) == ((0, 3), 0)
 
 
+def test_sums_of_stages_that_share_parameters_on_the_same_ranks_are_not_early():
+    ranks, cuts = ((0, 2), (2, 4), (2, 4), (0, 2)), (0, 1, 3, 5, 6)
+    stages = tuple(
+        StagePlan(first, end, *own, (Choice(),) * (end - first))
+        for first, end, own in zip(cuts, cuts[1:], ranks, strict=False)
+    )
+    costs, _ = make_problem_of((0, 0, 1, 1)).costs(stages, 4)  # layers 0 and 5 share parameters
+    assert [cost.early_sync_seconds == cost.sync_seconds > 0 for cost in costs] == [False, True, True, False]
+    assert [cost.early_sync_seconds for cost in costs[::3]] == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("choice", "parts"),
     [

@@ -237,8 +237,19 @@ def test_gradients_are_reduced_in_buckets(monkeypatch):
     """Buckets fill up in order; a gradient larger than a bucket is alone."""
     monkeypatch.setattr(grad_sync, "BUCKET_BYTES", 40)
     sizes = [16, 16, 12, 28, 4, 80, 8, 40, 0, 8]
-    found = grad_sync._buckets(torch.zeros(size, dtype=torch.int8) for size in sizes)
-    assert [[item.nbytes for item in some] for some in found] == [[16, 16], [12, 28], [4], [80], [8], [40, 0], [8]]
+    parameters = [torch.zeros(size, dtype=torch.int8) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    buckets = grad_sync._buckets(parameters)
+    assert [[item.nbytes for item in bucket] for bucket in buckets] == [
+        [16, 16],
+        [12, 28],
+        [4],
+        [80],
+        [8],
+        [40, 0],
+        [8],
+    ]
 
 
 @pytest.fixture

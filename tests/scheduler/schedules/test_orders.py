@@ -59,8 +59,8 @@ def test_makespans_of_known_schedules_equal_the_simulation(seed):
         order = model.numbers(rank_actions)
         timeline = simulate_schedule(schedule, case.pipeline)
         assert model.makespan_seconds(order) == timeline.makespan_seconds, name
-        ends = {span.pp_rank: span.end for span in sorted(timeline.spans, key=lambda span: span.end)}
-        assert model.end_seconds(order) == [ends[pp_rank] for pp_rank in range(len(rank_actions))], name
+        ends = {span.action.stage: span.end for span in sorted(timeline.spans, key=lambda span: span.end)}
+        assert model.end_seconds(order) == [ends[stage] for stage in range(len(ends))], name
         assert model.actions(order) == [[a.__class__(a.kind, a.stage, a.microbatch) for a in r] for r in rank_actions]
 
 
