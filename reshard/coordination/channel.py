@@ -165,10 +165,10 @@ class Channel:
             if self._connections is None or self._connections[0] != generation:
                 if self._connections is not None:
                     self._connections[1].close()
-                Monitor.of(self.group)
                 store = dist.PrefixStore(f"gloo/{generation}", self._store.raw)
                 self._connections = generation, Connections(store, self.group.rank, self.members)
             try:
+                Monitor.of(self.group)
                 return connect(self._connections[1])
             except ResourceError as error:
                 raise self.fail(generation, error) from None
