@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -122,6 +123,25 @@ def check_fallback(rank, reason):
 def test_only_pairs_that_cannot_share_use_sockets(reason):
     """Rank 2 shares no memory, so that ranks 0 and 1 send to it over sockets, and to rank 3 as before."""
     assert run_processes(check_fallback, 4, reason) == [{2}, {2}, set(), set()]
+
+
+def check_cut(rank):
+    """Another process of the user opens the files as the ranks do, and tries to cut them."""
+    sent, opened = count_large_sends(), shared_memory.open_memory_file
+
+    def cut(*file, **options):
+        descriptor = opened(*file, **options)
+        with contextlib.suppress(PermissionError):
+            os.ftruncate(descriptor, 0)
+        return descriptor
+
+    shared_memory.open_memory_file = cut
+    assert move(rank, SRC, DST) == 0
+    return sent
+
+
+def test_cut_file_kills_no_rank():
+    assert run_processes(check_cut, 4) == [[]] * 4
 
 
 def find_sharing_ranks(rank, report):

@@ -24,7 +24,7 @@ from typing import Any
 from reshard.coordination.groups.calling_threads import describe_caller
 from reshard.coordination.groups.messages import Decision, RankStatus, Request, describe_error, name_rank
 from reshard.coordination.groups.process_group import Group
-from reshard.coordination.liveness.interruptions import mark_published
+from reshard.coordination.liveness.interruptions import is_published, mark_published
 from reshard.coordination.liveness.status import ANY_RANKS, publish_status
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.formatting import format_ranks
@@ -109,7 +109,7 @@ def leave_interrupted(
 
 @contextlib.contextmanager
 def publish_interruption(group: Group, find_members: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:
-    """Publish that this rank left a call if another exception than ReshardError ends it, such as KeyboardInterrupt.
+    """Publish that this rank left a call if an exception ends it that is not published, such as KeyboardInterrupt.
 
     If this rank has not entered a round, it counts the call as left. Otherwise the other members may already be in the
     next round or in the transfer. To end the round, this rank publishes that it is out of sync with all ranks. To end
@@ -122,9 +122,9 @@ def publish_interruption(group: Group, find_members: Callable[[], Sequence[int]]
     reasons = len(group.status.out_of_sync)
     try:
         yield
-    except ReshardError:
-        raise
     except BaseException as error:
+        if isinstance(error, ReshardError) and is_published(error):
+            raise
         mark_published(error)
         left = RemoteError(f"rank {group.rank} left a call: {type(error).__name__}")
         if (group.attempts, (group.status.errors, group.status.given)) == (rounds, left_calls):
