@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from reshard import Layout, Mesh
+from reshard import Layout, Mesh, weights
 from reshard.errors import RemoteError, ResourceError
 from reshard.testing.processes import run_processes
 
@@ -72,3 +72,22 @@ def check_refused(rank):
 @pytest.mark.integration
 def test_refused_thread_is_an_error_on_all_ranks_and_the_next_call_works():
     assert run_processes(check_refused, 2) == [0, 0]
+
+
+def check_refused_publisher(rank, _):
+    before, refused = threading.active_count(), []
+    for num in range(9):
+        with limited_threads(num):
+            try:
+                weights.Publisher(torch.nn.Linear(2, 3), dist.HashStore()).close()
+            except ResourceError as error:
+                refused.append(str(error).split()[4])
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return refused, threading.active_count() - before
+
+
+def test_a_publisher_that_may_start_no_thread_is_an_error_and_leaves_none():
+    ((refused, left),) = run_processes(check_refused_publisher, 1, init_group=False)
+    assert "reshard-trainer" in refused and left == 0
