@@ -30,8 +30,8 @@ from .gradients import hash_of_sums, sync_gradients, sync_gradients_of
 from .grid.collectives import Axis
 from .grid.sum_agreement import SumAgreement, SumCall
 
-#: A bucket is full when it has so many bytes of gradients.
-BUCKET_BYTES = 2**20
+#: A bucket is full when its gradients have this many bytes.
+EARLY_BUCKET_BYTES = 2**20
 
 
 @contextlib.contextmanager
@@ -134,7 +134,7 @@ class _EarlySums:
             if not parameter.requires_grad:
                 continue
             last = self._buckets[-1] if self._buckets else None
-            if last is None or last.nbytes >= BUCKET_BYTES or last.entries[0][0].dtype != parameter.dtype:
+            if last is None or last.nbytes >= EARLY_BUCKET_BYTES or last.entries[0][0].dtype != parameter.dtype:
                 last = _Bucket()
                 self._buckets.append(last)
             last.entries.append((parameter, state))

@@ -35,7 +35,7 @@ CHECK_SECONDS = 0.2
 #: Time limit for another rank to report the root cause after a connection of this rank broke.
 ROOT_CAUSE_SECONDS = 1.5
 #: Largest number of bytes of gradients in one all-reduce, unless one gradient is larger.
-BUCKET_BYTES = 2**25
+REPLICA_BUCKET_BYTES = 2**25
 
 #: Raises an error that another rank reported, if any.
 CheckErrors = Callable[[], None]
@@ -383,10 +383,10 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Buckets of consecutive gradients, of at most ``BUCKET_BYTES``. A larger gradient has its own bucket."""
+    """Buckets of consecutive gradients, of at most ``REPLICA_BUCKET_BYTES``. A larger gradient has its own bucket."""
     bucket: list[torch.Tensor] = []
     for gradient in gradients:
-        if bucket and sum(item.nbytes for item in bucket) + gradient.nbytes > BUCKET_BYTES:
+        if bucket and sum(item.nbytes for item in bucket) + gradient.nbytes > REPLICA_BUCKET_BYTES:
             yield bucket
             bucket = []
         bucket.append(gradient)

@@ -37,7 +37,7 @@ SRC, DST = Layout(Mesh.of(2), "S0 R"), Layout(Mesh.of(2, first_rank=2), "R S0")
 ONE_HOST = Topology((0,) * 4)
 
 
-def count_large_sends(nbytes=shared_memory.SHARED_BYTES):
+def count_large_sends(nbytes=shared_memory.MIN_SHARED_BYTES):
     """The receivers of messages of at least so many bytes that this rank sends over sockets, as they are sent."""
     receivers, send = [], GlooTransport.send
 
@@ -92,7 +92,7 @@ def check_relays(rank):
     plan = reshard.make_plan(src, dst, SHAPE, "float32", **options)
     relays = [recv for member in plan.ranks for recv in build_program(plan, member).recvs if recv.is_relay]
     assert relays
-    shared_memory.SHARED_BYTES = 1  # these messages are small
+    shared_memory.MIN_SHARED_BYTES = 1  # these messages are small
     for verify in (False, True):
         assert move(rank, src, dst, verify=verify, **options) == 0
     assert sent == []

@@ -95,7 +95,7 @@ def leave_call(group: Group, error: ReshardError, find_members: Callable[[], Seq
     elif group.rank in members:
         for rank in members:
             if rank != group.rank:
-                group.status.given[str(rank)] = group.status.given.get(str(rank), 0) + 1
+                group.status.abandoned[str(rank)] = group.status.abandoned.get(str(rank), 0) + 1
         group.status.error = describe_error(error)
         publish_status(group)
 
@@ -118,7 +118,7 @@ def publish_interruption(group: Group, find_members: Callable[[], Sequence[int]]
     Args:
         find_members: see :func:`leave_call`.
     """
-    rounds, left_calls = group.attempts, (group.status.errors, dict(group.status.given))
+    rounds, left_calls = group.attempts, (group.status.errors, dict(group.status.abandoned))
     reasons = len(group.status.out_of_sync)
     try:
         yield
@@ -127,7 +127,7 @@ def publish_interruption(group: Group, find_members: Callable[[], Sequence[int]]
             raise
         mark_published(error)
         left = RemoteError(f"rank {group.rank} left a call: {type(error).__name__}")
-        if (group.attempts, (group.status.errors, group.status.given)) == (rounds, left_calls):
+        if (group.attempts, (group.status.errors, group.status.abandoned)) == (rounds, left_calls):
             leave_interrupted(error, group, find_members)
         elif group.attempts > rounds and len(group.status.out_of_sync) == reasons:
             group.status.out_of_sync[ANY_RANKS] = str(left)
@@ -140,19 +140,19 @@ def publish_interruption(group: Group, find_members: Callable[[], Sequence[int]]
 
 def record_abandoned_call(group: Group, members: Sequence[int], decision: Decision) -> None:
     """Record that this rank abandons a call of ``members`` because another member has left the call."""
-    given, own = group.status.given, members.index(group.rank)
+    abandoned, own = group.status.abandoned, members.index(group.rank)
     for rank in members:
         if rank != group.rank:
-            count = given.get(str(rank), 0) + 1
+            count = abandoned.get(str(rank), 0) + 1
             if decision.payloads:  # every rank lags another one: both ranks of each pair take the higher count
                 count = max(count - 1, decision.payloads[rank][own] - group.status.errors)
-            given[str(rank)] = count
+            abandoned[str(rank)] = count
     group.status.error = decision.error or ("RemoteError", "a rank left the call")
     publish_status(group)
 
 
 def _count_with(status: RankStatus, rank: int) -> int:
-    return int(status.errors) + int(status.given.get(str(rank), 0))
+    return int(status.errors) + int(status.abandoned.get(str(rank), 0))
 
 
 def count_left_calls(group: Group, members: Sequence[int]) -> list[int]:

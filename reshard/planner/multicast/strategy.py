@@ -30,8 +30,8 @@ _UNLIMITED_LEAD = 2**20
 _RATE_TOLERANCE = 0.04
 #: Limit on scheduling steps, which take a few seconds. Above it, regions are broadcast in rotation.
 _MAX_STEPS = 2 * 10**9
-#: With more scheduling steps, chunks from one host to all others pass in a fixed pattern. It takes up to three slots
-#: more than the scheduler, of hundreds.
+#: With more scheduling steps, chunks from one host to all others pass in a fixed pattern, which takes up to three slots
+#: more than the scheduler. A plan has hundreds of slots.
 _MAX_MATCHED = 5 * 10**7
 #: Limit on hosts, since the scheduler keeps a counter per pair of hosts. Above it regions are broadcast in rotation.
 _MAX_HOSTS = 8192

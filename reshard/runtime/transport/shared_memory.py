@@ -26,7 +26,7 @@ from reshard.runtime.memory_file import create_memory_file, name_machine, open_m
 from reshard.runtime.transport.descriptors import has_descriptors
 
 #: Smallest message that goes through shared memory. Smaller ones go over sockets, which their sender need not wait for.
-SHARED_BYTES = 2**18 + 1
+MIN_SHARED_BYTES = 2**18 + 1
 #: Set it to "0", on any rank, and that rank shares no memory.
 SWITCH = "RESHARD_SHARED_MEMORY"
 #: Most ranks of a host. Each maps the segments of all others.
@@ -49,7 +49,7 @@ class SharedMemory:
 
     def carries(self, rank: int, nbytes: int) -> bool:
         """Whether a message of so many bytes, to or from a rank, goes this way. Both ends get the same answer."""
-        return nbytes >= SHARED_BYTES and rank in self._numbers
+        return nbytes >= MIN_SHARED_BYTES and rank in self._numbers
 
     def send(self, boxes: np.ndarray, arrays: Any, rank: int, tag: int) -> _Work:
         """Start sending boxes, which must not change until the work is finished.

@@ -17,7 +17,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 from reshard.sharding import Box, RegionLayout, Shards, TensorSpec, cut_shards
 from reshard.weights.mapping.families import find_rules
-from reshard.weights.mapping.parts import Part, Region, meet, pick, positions
+from reshard.weights.mapping.parts import Part, Region, intersect, pick, positions
 from reshard.weights.mapping.rules import Rule
 from reshard.weights.model.holdings import join_dim
 from reshard.weights.model.manifest import Entry, Manifest
@@ -74,7 +74,7 @@ class Side:
 
 
 def _overlap(box: Box, region: Region) -> Region:
-    return tuple(meet(range(lo, hi), indices) for (lo, hi), indices in zip(box, region, strict=True))
+    return tuple(intersect(range(lo, hi), indices) for (lo, hi), indices in zip(box, region, strict=True))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -253,7 +253,7 @@ def compose(held: Sequence[Piece], wanted: Sequence[Piece]) -> list[Piece]:
     joined = []
     for piece in wanted:
         for other in of_source.get(piece.source.name, {}).values():
-            overlap = tuple(map(meet, piece.source.region, other.source.region))
+            overlap = tuple(map(intersect, piece.source.region, other.source.region))
             if all(overlap):
                 along = [dim for dim in piece.source.dims if dim in other.source.dims]
                 shape = tuple(len(overlap[dim]) for dim in along)
