@@ -132,6 +132,8 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
         report = Report(job.report, start, progress.note) if job.report is not None and rank == 0 else None
         measured = None
         with progress, report or contextlib.nullcontext():
+            if job.resume and not start:
+                progress.note(f"there is no checkpoint in {folder}: beginning anew")
             if engine.compression:
                 progress.note(engine.compression)
             if rank == 0:
