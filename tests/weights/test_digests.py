@@ -78,7 +78,10 @@ def test_arrays_whose_memory_or_strides_changed_in_place_are_digested_anew():
     assert checker.digest_target({"w": memory.t()}, 0) == expected  # the same memory, but other strides
 
 
-def test_a_program_may_end_while_it_holds_digests():
-    code = "import builtins; from reshard.weights.model.digests import LocatedRegions; builtins.kept = LocatedRegions()"
+def test_a_program_may_end_while_a_thread_holds_digests():
+    code = (
+        "import threading, time; from reshard.weights.model.digests import LocatedRegions; "
+        "threading.Thread(target=lambda held: time.sleep(60), args=(LocatedRegions(),), daemon=True).start()"
+    )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not run.stderr
