@@ -412,29 +412,31 @@ def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[s
     Raises:
         ArgumentError: a rule does not fit the tensors.
     """
-    return _apply(rules, shapes, wanted)[0]
+    made = {name: ComposedTensor.of(name, shape) for name, shape in shapes.items()}
+    for rule, after in _with_wanted(rules, wanted):
+        rule.apply(made, after)
+    return made
 
 
 def find_idle_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> list[Rule]:
     """The rules that change nothing, for example because their patterns fit no tensor; see :func:`apply_rules`."""
-    return _apply(rules, shapes, wanted)[1]
-
-
-def _apply(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> tuple[dict[str, ComposedTensor], list[Rule]]:
-    """What rules make of the tensors of a source, and the rules that change nothing."""
-    made = {name: ComposedTensor.of(name, shape) for name, shape in shapes.items()}
-    wanted_after = [wanted]  # by the names before later rules rename them
-    for rule in reversed(rules):
-        if not isinstance(rule, Rule):
-            raise ArgumentError(f"{rule!r:.60} is not a rule of reshard.weights.mapping.rules")
-        wanted_after.append(rule.wanted_before(wanted_after[-1]))
-    idle = []
-    for rule, after in zip(rules, reversed(wanted_after[:-1]), strict=True):
+    made, idle = {name: ComposedTensor.of(name, shape) for name, shape in shapes.items()}, []
+    for rule, after in _with_wanted(rules, wanted):
         before = dict(made)
         rule.apply(made, after)
         if made.keys() == before.keys() and all(made[name] is before[name] for name in made):
             idle.append(rule)
-    return made, idle
+    return idle
+
+
+def _with_wanted(rules: Sequence[Rule], wanted: Shapes) -> list[tuple[Rule, Shapes]]:
+    """Each rule with the shapes of the destination, by the names before later rules rename them."""
+    wanted_after = [wanted]
+    for rule in reversed(rules):
+        if not isinstance(rule, Rule):
+            raise ArgumentError(f"{rule!r:.60} is not a rule of reshard.weights.mapping.rules")
+        wanted_after.append(rule.wanted_before(wanted_after[-1]))
+    return list(zip(rules, reversed(wanted_after[:-1]), strict=True))
 
 
 def _put(made: dict[str, ComposedTensor], name: str, tensor: ComposedTensor, rule: Any) -> None:
