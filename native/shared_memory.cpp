@@ -12,14 +12,17 @@ namespace nb = nanobind;
 #ifdef SYS_memfd_create
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <climits>
 #include <cstdint>
 #include <ctime>
 #include <stdexcept>
 
+#include <fcntl.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <nanobind/ndarray.h>
@@ -39,12 +42,26 @@ static uint32_t *word_at(const Words &words, size_t index) {
     throw nb::python_error();
 }
 
+// Flags of memfd_create and fcntl that old headers lack.
+constexpr unsigned CLOSE_ON_EXEC = 1, ALLOW_SEALING = 2, NEVER_EXECUTABLE = 8;
+constexpr int ADD_SEALS = 1033, GET_SEALS = 1034, SEAL_SEALS = 1, SEAL_SHRINK = 2, SEAL_GROW = 4, SEAL_WRITE = 8;
+
 // An unnamed file in memory. Python's own os.memfd_create is missing in builds for old versions of glibc.
 static int create_memory(const char *name) {
-    const long descriptor = syscall(SYS_memfd_create, name, 1u /* MFD_CLOEXEC */);
+    const unsigned flags = CLOSE_ON_EXEC | ALLOW_SEALING;
+    long descriptor = syscall(SYS_memfd_create, name, flags | NEVER_EXECUTABLE); // some systems refuse others
+    if (descriptor < 0 && errno == EINVAL)
+        descriptor = syscall(SYS_memfd_create, name, flags); // before Linux 6.3
     if (descriptor < 0)
         throw_os_error();
     return static_cast<int>(descriptor);
+}
+
+// A process that touches a mapping after the file was cut dies of SIGBUS. So no process may cut it any more.
+static void seal_memory(int descriptor, bool grows, bool writes) {
+    const int seals = SEAL_SEALS | SEAL_SHRINK | (grows ? 0 : SEAL_GROW) | (writes ? 0 : SEAL_WRITE);
+    if (fcntl(descriptor, ADD_SEALS, seals) < 0)
+        throw_os_error();
 }
 
 struct Mapping {
@@ -52,8 +69,17 @@ struct Mapping {
     size_t nbytes;
 };
 
-// Maps a part of a file. The mapping ends with the last array that refers to it.
+// Maps a part of a sealed file. The mapping ends with the last array that refers to it.
 static nb::ndarray<nb::numpy, uint8_t> map_shared(int descriptor, int64_t offset, size_t nbytes, bool writes) {
+    const int seals = fcntl(descriptor, GET_SEALS);
+    struct stat status;
+    if (seals < 0 || fstat(descriptor, &status) < 0)
+        throw_os_error();
+    const bool is_whole = offset >= 0 && offset <= status.st_size && nbytes <= size_t(status.st_size - offset);
+    if (!(seals & SEAL_SHRINK) || !is_whole) {
+        errno = EPERM;
+        throw_os_error();
+    }
     void *address = mmap(nullptr, nbytes, writes ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, descriptor, offset);
     if (address == MAP_FAILED)
         throw_os_error();
@@ -100,8 +126,10 @@ static bool wait_for_number(Words words, size_t index, uint32_t number, double s
 
 void bind_shared_memory(nb::module_ &m) {
     m.def("create_memory", &create_memory, nb::arg("name"), "Create an unnamed file in memory; return its descriptor.");
+    m.def("seal_memory", &seal_memory, nb::arg("descriptor"), nb::arg("grows"), nb::arg("writes"),
+          "Let no process cut a file any more, nor, unless it says so, extend or write it.");
     m.def("map_shared", &map_shared, nb::arg("descriptor"), nb::arg("offset"), nb::arg("nbytes"),
-          nb::arg("writes") = true, "Map a part of a file as bytes. Without writes, the array must not be written.");
+          nb::arg("writes") = true, "Map a part of a sealed file as bytes. Without writes, the array must not be written.");
     m.def("add_to_counter", &add_to_counter, nb::arg("words"), nb::arg("index"), nb::arg("added"),
           "Add to a counter; return its new value.");
     m.def("publish_number", &publish_number, nb::arg("words"), nb::arg("index"), nb::arg("number"),

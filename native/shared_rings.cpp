@@ -18,6 +18,7 @@ namespace nb = nanobind;
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <climits>
 #include <cstdint>
@@ -27,6 +28,7 @@ namespace nb = nanobind;
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -34,6 +36,7 @@ namespace nb = nanobind;
 
 #include <linux/futex.h>
 #include <poll.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <nanobind/ndarray.h>
@@ -84,6 +87,14 @@ constexpr size_t CHANNEL_BYTES = PAGE + NUM_SLOTS * SLOT_BYTES;
 static_assert(sizeof(Header) <= PAGE && sizeof(Channel) <= PAGE);
 
 size_t segment_bytes(size_t num_ranks) { return PAGE + num_ranks * CHANNEL_BYTES; }
+
+constexpr int POPULATE_WRITE = 23; // MADV_POPULATE_WRITE, since Linux 5.14
+
+// Takes the memory of whole pages. Without it, a write to them would end the process by SIGBUS.
+void take_memory(uint8_t *pages, size_t nbytes) {
+    if (madvise(pages, nbytes, POPULATE_WRITE) < 0 && errno != EINVAL)
+        throw std::bad_alloc();
+}
 
 void sleep_on(Word &word, uint32_t value, int64_t nanoseconds) {
     const timespec slice{nanoseconds / 1'000'000'000, static_cast<long>(nanoseconds % 1'000'000'000)};
@@ -187,6 +198,9 @@ class Rings {
         peers_.resize((own.shape(0) - PAGE) / CHANNEL_BYTES);
         own_ = {own.data()};
         nbytes_ = own.shape(0);
+        take_memory(own_.base, PAGE);
+        for (size_t number = 0; number < peers_.size(); ++number)
+            take_memory(own_.base + PAGE + number * CHANNEL_BYTES, PAGE);
         kept_.push_back(own);
     }
     ~Rings() {
@@ -218,6 +232,10 @@ class Rings {
         auto op = std::make_shared<Operation>(number, tag, boxes);
         std::lock_guard lock(peer.sending);
         check_open();
+        if (!peer.has_slots) {
+            take_memory(own_.slot(number, 0), NUM_SLOTS * SLOT_BYTES);
+            peer.has_slots = true;
+        }
         peer.sends.push_back(op);
         return op;
     }
@@ -309,6 +327,7 @@ class Rings {
         Segment segment;
         int descriptor = -1; // of the process
         std::mutex sending, receiving; // guard the following
+        bool has_slots = false; // whether this rank has taken the memory of the slots to the peer
         Posted sends, recvs, ungranted;
         std::map<uint32_t, std::deque<uint64_t>> asked; // bytes of the messages that the peer waits for, by tag
     };
@@ -476,7 +495,8 @@ void bind_shared_rings(nb::module_ &m) {
         .def("add", &Rings::add, nb::arg("number"), nb::arg("segment"), nb::arg("process"),
              "Add the segment of another rank; return False if the end of its process could not be noticed.")
         .def("reaches", &Rings::reaches, nb::arg("number"), "Whether both ranks have mapped the segment of the other.")
-        .def("send", &Rings::send, nb::arg("number"), nb::arg("tag"), nb::arg("boxes"), "Post a send of boxes.")
+        .def("send", &Rings::send, nb::arg("number"), nb::arg("tag"), nb::arg("boxes"),
+             "Post a send of boxes; MemoryError if there is too little memory for the slots.")
         .def("recv", &Rings::recv, nb::arg("number"), nb::arg("tag"), nb::arg("boxes"), "Post a receive into boxes.")
         .def("wait", &Rings::wait, nb::arg("operation"), nb::arg("seconds"),
              "Move data until an operation is done; return whether it is.")

@@ -181,10 +181,16 @@ def best_stages(
     """Return the best stages for one pace; see ``reshard.scheduler.autoparallel.methods.pace``."""
 
 def create_memory(name: str) -> int:
-    """Create an unnamed file in memory; return its descriptor. Linux only, as the next four."""
+    """Create an unnamed file in memory; return its descriptor. Linux only, as the next five."""
+
+def seal_memory(descriptor: int, grows: bool, writes: bool) -> None:
+    """Let no process cut a file any more, nor, unless ``grows`` and ``writes``, extend and write it."""
 
 def map_shared(descriptor: int, offset: int, nbytes: int, writes: bool = ...) -> Any:
-    """Map a part of a file as bytes. Without ``writes``, the array must not be written."""
+    """Map a part of a sealed file as bytes. Without ``writes``, the array must not be written.
+
+    OSError if the file has fewer bytes, or is not sealed.
+    """
 
 def add_to_counter(words: Any, index: int, added: int) -> int:
     """Add to a counter; return its new value."""

@@ -12,7 +12,7 @@
     ├── ArgumentError        tensors, shapes, dtypes or keywords do not fit the layouts
     │   └── OptionError      a call lacks an argument or has an unknown keyword; also a TypeError
     ├── DisagreementError    ranks called with different arguments
-    ├── ResourceError        a rank has too few file descriptors, or too many collectives under way
+    ├── ResourceError        a rank has too few file descriptors or threads, or too many collectives under way
     ├── RemoteError          another rank failed; the text names the rank and its error
     │   └── RankLostError    ranks were lost in a fault-tolerant transfer; may offer a recovery plan
     ├── CompressionError     a codec changes the tensors more than ``max_error`` allows, or your codec raised an error
@@ -33,6 +33,9 @@ from reshard.formatting import cut_lines
 
 class ReshardError(Exception):
     """Base of every error raised on purpose by this package."""
+
+    #: Whether the other ranks of a call know of the error, or need not know of it.
+    is_published_by_reshard = True
 
     def __init__(self, *args: Any) -> None:
         # a text, name or spec of the caller's may have any length
@@ -76,7 +79,7 @@ class DisagreementError(ReshardError, ValueError):
 
 
 class ResourceError(ReshardError, RuntimeError):
-    """A rank's file descriptor limit is too low for its connections, or it has too many collectives under way."""
+    """A rank's limit of file descriptors or threads is too low, or it has too many collectives under way."""
 
 
 class RemoteError(ReshardError, RuntimeError):

@@ -29,8 +29,11 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """The end of an error that refuses a name: ``"; did you mean 'int8x128'?"``, or empty if no known name is close."""
     import difflib  # only errors need it
 
-    close = difflib.get_close_matches(name, list(known), 1) if isinstance(name, str) and len(name) < 100 else []
-    return f"; did you mean {close[0]!r}?" if close else ""
+    if not isinstance(name, str) or len(name) >= 100:
+        return ""
+    spelling = {other.lower(): other for other in known}
+    close = difflib.get_close_matches(name.lower(), list(spelling), 1)
+    return f"; did you mean {spelling[close[0]]!r}?" if close else ""
 
 
 def cut_lines(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
+from reshard.threads import start_thread
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
@@ -63,9 +64,10 @@ def run_with_timeout(function: Callable[[], Any], seconds: float) -> Any:
 
     Raises:
         RuntimeError: it did not return in time. Its thread keeps running.
+        ResourceError: the system allows no further thread.
     """
     pending = PendingCall(function)
-    threading.Thread(target=pending.run, name="reshard-timeout", daemon=True).start()
+    start_thread(threading.Thread(target=pending.run, name="reshard-timeout", daemon=True))
     if not pending.done.wait(seconds):
         raise RuntimeError(f"timed out after {seconds:g} s")
     if pending.error is not None:

@@ -34,6 +34,7 @@ def _search():
         (lambda: topology_from_json({"hosts": [{"device": 2}]}), "devices"),
         (lambda: topology_from_json({"hosts": [{"devices": 2}], "oversubscribtion": 2}), "oversubscription"),
         (lambda: reshard.CodecRate("int8x12", 1e9, 1e9), "int8x128"),
+        (lambda: reshard.CodecRate("INT8X128", 1e9, 1e9), "int8x128"),
         (lambda: find_preset("gpt3-126m"), "gpt3-125m"),
         (_search, "num_microbatches"),
     ],

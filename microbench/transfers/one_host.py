@@ -64,11 +64,11 @@ def _values(spec: TensorSpec, at: tuple[slice, ...]) -> torch.Tensor:
 
 def _call_without_sharing(method: Callable[[], object]) -> None:
     """Call a method whose large messages go over sockets. All ranks call at the same time."""
-    limit, shared_memory.SHARED_BYTES = shared_memory.SHARED_BYTES, sys.maxsize
+    limit, shared_memory.MIN_SHARED_BYTES = shared_memory.MIN_SHARED_BYTES, sys.maxsize
     try:
         method()
     finally:
-        shared_memory.SHARED_BYTES = limit
+        shared_memory.MIN_SHARED_BYTES = limit
 
 
 def measure(rank: int, repeats: int, scale: int) -> dict[str, Any]:

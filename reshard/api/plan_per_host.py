@@ -34,7 +34,7 @@ from reshard.coordination import (
 )
 from reshard.plan import Plan, Transfers, ranks_of
 from reshard.planner import estimate_planning_seconds, plan_tensors, restore_plan
-from reshard.runtime.memory_file import create_memory_file, map_memory_file, name_machine, open_memory_file
+from reshard.runtime.memory_file import map_memory_file, name_machine, open_memory_file, write_memory_file
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology
 
@@ -207,16 +207,8 @@ def _write(plan: Plan) -> tuple[int, int, int]:
     }
     text = json.dumps(contents).encode()
     token = secrets.randbits(62)
-    descriptor = create_memory_file(token, ends[-1] + len(text) + _SIZE.size)
-    try:
-        with open(descriptor, "wb", closefd=False) as file:
-            for array in arrays.values():
-                file.write(np.ascontiguousarray(array).data)
-            file.write(text + _SIZE.pack(len(text)))
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return os.getpid(), descriptor, token
+    parts = [*(np.ascontiguousarray(array).data for array in arrays.values()), text, _SIZE.pack(len(text))]
+    return os.getpid(), write_memory_file(token, parts), token
 
 
 def _map(file: Sequence[int], tensors: Sequence[TensorSpec], topology: Topology | None, staging_bytes: int) -> Plan:

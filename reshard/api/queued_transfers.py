@@ -18,7 +18,7 @@ from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.arrays.memory_in_use import note_use
 from reshard.api.handle import EXIT_SECONDS, Handle, PostedTransfer, Watch, check_process
 from reshard.coordination import Channel, Monitor
-from reshard.errors import ReshardError, VerificationError
+from reshard.errors import ReshardError, ResourceError, VerificationError
 from reshard.forks import call_at_exit
 from reshard.plan import Plan
 from reshard.runtime.cpu.direct import DirectProgram, Posted, find_direct
@@ -29,6 +29,7 @@ from reshard.runtime.cpu.staging import Staging, carrier
 from reshard.runtime.cpu.verification import Hops, TransferDigests, compare_digests, describe_copy
 from reshard.runtime.program import RankProgram
 from reshard.runtime.transport import BrokenConnectionError, Work, wait_for
+from reshard.threads import start_thread
 
 #: Posted sends that a Mover does not hand to its thread at once. Each has at most ``DIRECT_BYTES``.
 _MAX_UNQUEUED = 32
@@ -98,11 +99,11 @@ class QueuedTransfers:
             finish: returns the result of the handle.
             is_noted: whether later transfers of others are refused the memory of these arrays until the end.
         """
+        self._start_thread()
         watch = Watch(self._channel, self._generation)
         handle = Handle(watch, finish)
         if self.transport is not None:
             Monitor.of(self._group).watch(watch)
-        self._start_thread()
         if is_noted:
             note_use(self._jobs, watch.done.is_set, src, dst)
         posted = self._post(src, dst)
@@ -119,7 +120,11 @@ class QueuedTransfers:
         _running.add(self)
         call_at_exit(_finish_all, priority=20)
         self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="reshard-progress", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except ResourceError as error:  # the other ranks have started this transfer
+            self._thread = None
+            raise self._channel.fail(self._generation, error) from None
 
     def _post(
         self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], *, marks_ends: bool = False

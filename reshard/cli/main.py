@@ -22,6 +22,8 @@ from reshard.formatting import count_of, did_you_mean
 #: Entry points of further commands.
 COMMAND_GROUP = "reshard.commands"
 _MAX_ERROR_CHARS = 2000
+#: Exit status after Ctrl-C, as of a process that SIGINT ended.
+_INTERRUPTED = 130
 
 _INTRO = """\
 Move a sharded tensor from one device mesh and layout to another.
@@ -80,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = f"{text[:half]}\n...\n{text[-half:]}"  # a traceback ends with the error
         print(f"reshard: {type(error).__name__}: {text}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("reshard: interrupted", file=sys.stderr)
+        return _INTERRUPTED
     except BrokenPipeError:  # the reader, such as head, closed the pipe
         sys.stderr.close()
         return 0

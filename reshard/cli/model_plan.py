@@ -323,19 +323,10 @@ def _describe_size(plan: Plan) -> str:
     return f"{count_of(len(plan.tensors), 'tensor')}, {format_bytes(sum(map(_nbytes, plan.tensors)))}"
 
 
-def describe_model_plan(planned: ModelPlan) -> str:
-    """What the plan of a model moves, by class of tensors: equal shape, dtype and layouts."""
+def describe_model_plan(planned: ModelPlan, *, lists_classes: bool = True) -> str:
+    """What the plan of a model moves; ``lists_classes``: also by class of tensors: equal shape, dtype and layouts."""
     plan, model = planned.plan, planned.model
     across, inside, copied = plan.bytes_moved()
-    classes: dict[tuple[str, str, str], list[int]] = {}
-    for number, (spec, tensor) in enumerate(zip(plan.tensors, model.tensors, strict=True)):
-        shape = f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}"
-        classes.setdefault((shape, _describe_layout(spec.src), _describe_layout(spec.dst)), []).append(number)
-    lines = [f"{'tensors':>7}  {'bytes':>10}  {'shape':<28} {'source':<16} {'destination':<16} first"]
-    for (shape, src, dst), numbers in classes.items():
-        nbytes = format_bytes(sum(_nbytes(plan.tensors[number]) for number in numbers))
-        first = model.tensors[numbers[0]].name
-        lines.append(f"{len(numbers):>7}  {nbytes:>10}  {shape:<28} {src:<16} {dst:<16} {first}")
     shards = [format_bytes(_max_shard_bytes(plan, side)) for side in ("src", "dst")]
     return "\n".join(
         [
@@ -346,10 +337,23 @@ def describe_model_plan(planned: ModelPlan) -> str:
             f"{format_bytes(copied)} copied within ranks",
             f"messages     {plan.num_messages:,} by {plan.strategy}, planned in {planned.planning_seconds:.2f} s",
             str(CostReport(plan)),
-            "",
-            *lines,
+            *(["", *_list_classes(planned)] if lists_classes else []),
         ]
     )
+
+
+def _list_classes(planned: ModelPlan) -> list[str]:
+    plan, model = planned.plan, planned.model
+    classes: dict[tuple[str, str, str], list[int]] = {}
+    for number, (spec, tensor) in enumerate(zip(plan.tensors, model.tensors, strict=True)):
+        shape = f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}"
+        classes.setdefault((shape, _describe_layout(spec.src), _describe_layout(spec.dst)), []).append(number)
+    lines = [f"{'tensors':>7}  {'bytes':>10}  {'shape':<28} {'source':<16} {'destination':<16} first"]
+    for (shape, src, dst), numbers in classes.items():
+        nbytes = format_bytes(sum(_nbytes(plan.tensors[number]) for number in numbers))
+        first = model.tensors[numbers[0]].name
+        lines.append(f"{len(numbers):>7}  {nbytes:>10}  {shape:<28} {src:<16} {dst:<16} {first}")
+    return lines
 
 
 def _nbytes(spec: TensorSpec) -> int:

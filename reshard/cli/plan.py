@@ -144,8 +144,8 @@ def _plan_model(options: argparse.Namespace) -> int:
         max_error=options.max_error,
     )
     _check_rank(options.rank, planned.plan)
-    if options.format == "text" and options.rank is None:
-        print(describe_model_plan(planned))
+    if options.format in ("text", "summary") and options.rank is None:
+        print(describe_model_plan(planned, lists_classes=options.format == "text"))
     else:
         _print_plan(planned.plan, options.format, options.rank, describe_move(planned, options.src, options.dst))
     return 0

@@ -41,9 +41,8 @@ class GradientSum:
 
     1. Ranks of a host exchange raw fp32 slices, and each sums one slice of ``n / L`` values in the order of ranks.
     2. Ranks at the same place of their hosts exchange encoded parts of their slice, and each sums one part.
-    3. Each part is encoded once. It is gathered by the ranks at the same place, then by the ranks of each host, and
-    every
-       rank decodes the same bytes.
+    3. Each part is encoded once. The ranks at the same place gather it, then the ranks of each host. Every rank
+       decodes the same bytes.
 
     A host sends ``2 n (H - 1) / H`` encoded values, as a ring of hosts would. No value is encoded more than twice.
 

@@ -165,10 +165,10 @@ class Channel:
             if self._connections is None or self._connections[0] != generation:
                 if self._connections is not None:
                     self._connections[1].close()
-                Monitor.of(self.group)
                 store = dist.PrefixStore(f"gloo/{generation}", self._store.raw)
                 self._connections = generation, Connections(store, self.group.rank, self.members)
             try:
+                Monitor.of(self.group)
                 return connect(self._connections[1])
             except ResourceError as error:
                 raise self.fail(generation, error) from None
@@ -177,7 +177,7 @@ class Channel:
             except TimeoutError as error:
                 raise self.fail(generation, TransferTimeoutError(f"cannot connect: {error}")) from error
             except Exception as error:  # the other ranks wait for this one, whatever went wrong
-                deadline = time.monotonic() + NCCL_ROOT_CAUSE_SECONDS if isinstance(error, NcclError) else 0.0
+                deadline = time.monotonic() + _root_cause_seconds(error)
                 while time.monotonic() < deadline:
                     self.check_reported(generation)
                     time.sleep(0.05)
@@ -279,6 +279,13 @@ class Channel:
             raise RemoteError("an earlier error closed the connections of this Mover; make a new one")
         if self.broken is not None:
             raise self.broken
+
+
+def _root_cause_seconds(error: Exception) -> float:
+    """How long another rank may take to report why it closed its connections, after this error while ranks connect."""
+    if isinstance(error, NcclError):
+        return NCCL_ROOT_CAUSE_SECONDS
+    return ROOT_CAUSE_SECONDS if "gloo/transport/" in str(error) else 0.0  # the file of Gloo that raised the error
 
 
 def find_channel(group: Group, members: tuple[int, ...]) -> Channel:

@@ -132,7 +132,8 @@ class Rendezvous:
         """
         check_membership(self.group, self.members, fault_tolerant)
         self._check_descriptors()
-        if len(self.members) > 1:
+        if len(self.members) > 1:  # a rank that cannot start these threads leaves the call before the round
+            self._store.start()
             Monitor.of(self.group)  # sends the heartbeats of this rank
         self.rounds += 1
         args = _RoundArgs(request, decide, timeout_seconds, fault_tolerant, time.monotonic() + timeout_seconds)

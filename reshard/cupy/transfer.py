@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from reshard.runtime.rounds.schedule import find_rounds
 from reshard.sharding import TensorSpec
 
 Array = Any
+#: How often the host looks whether all ranks have announced their plans.
+POLL_SECONDS = 0.0005
 #: The CuPy dtypes that hold the bits of dtypes that CuPy lacks.
 UNSIGNED = {
     name: f"uint{8 * size}" for name, size in ITEMSIZE.items() if name == "bfloat16" or name.startswith("float8")
@@ -87,40 +90,50 @@ class Mover:
         self._under_way: deque[tuple[Any, Any]] = deque()  # (end of a transfer, its arrays)
         with cupy.cuda.Device(self._device):  # a stream can be used only while its device is current
             self._stream: Any = cupy.cuda.Stream(non_blocking=True)
-            error: Exception | None = None
+            self._has_announced = False  # whether this rank can execute the plan
             try:
-                if plan.ranks[-1] >= size:
-                    raise ArgumentError(f"the plan names rank {plan.ranks[-1]}; the communicator has {size} ranks")
-                for spec in plan.tensors:
-                    if spec.codec is not None:
-                        raise ArgumentError(f"reshard.cupy does not support codecs; tensor {spec} is encoded")
-                ensure_checked(plan)
-                if self._rank in plan.ranks:
-                    with self._stream:  # CuPy reuses memory in the order of the stream that it was allocated on
-                        self._runner = _make_runner(plan, self._rank, _CupyMemory(cupy))
-            except Exception as failed:
-                error = failed
-            self._agree(error, size)
-
-    def _agree(self, error: Exception | None, size: int) -> None:
-        """Compare the plans of all ranks. An error on one rank is raised on all."""
-        cupy = self._cupy
-        message = bytes([error is not None]) + hashlib.sha256(self.plan.plan_hash.encode()).digest()
-        with self._stream:
-            mine = cupy.asarray(np.frombuffer(message, dtype=np.uint8))
-            every = cupy.empty(size * len(message), dtype=cupy.uint8)
-            self._comm.allGather(_address(mine), _address(every), len(message), self._nccl.NCCL_UINT8, self._stream.ptr)
-            messages = [bytes(message_of_rank) for message_of_rank in cupy.asnumpy(every).reshape(size, len(message))]
-        if error is not None:
-            raise error
-        failed = [rank for rank, message_of_rank in enumerate(messages) if message_of_rank[0]]
+                self._prepare(size)
+                messages = self._gather(False, size)
+            except BaseException:  # also KeyboardInterrupt: the other ranks wait
+                if not self._has_announced:
+                    self._gather(True, size)
+                raise
+        failed = [rank for rank, message in enumerate(messages) if message[0]]
         if failed:
             raise PlanError(f"ranks {format_ranks(failed)} cannot execute this plan; their own errors give the reason")
-        other = [rank for rank, message_of_rank in enumerate(messages) if message_of_rank != messages[0]]
+        other = [rank for rank, message in enumerate(messages) if message != messages[0]]
         if other:
             raise DisagreementError(
                 f"the plan of ranks {format_ranks(other)} differs from that of rank 0; pass the same plan on all ranks"
             )
+
+    def _prepare(self, size: int) -> None:
+        """Check the plan and allocate what its transfers use."""
+        plan = self.plan
+        if plan.ranks[-1] >= size:
+            raise ArgumentError(f"the plan names rank {plan.ranks[-1]}; the communicator has {size} ranks")
+        for spec in plan.tensors:
+            if spec.codec is not None:
+                raise ArgumentError(f"reshard.cupy does not support codecs; tensor {spec} is encoded")
+        ensure_checked(plan)
+        if self._rank in plan.ranks:
+            with self._stream:  # CuPy reuses memory in the order of the stream that it was allocated on
+                self._runner = _make_runner(plan, self._rank, _CupyMemory(self._cupy))
+
+    def _gather(self, has_failed: bool, size: int) -> list[bytes]:
+        """What each rank announces of its plan: a byte that says whether the rank cannot execute it, then a digest."""
+        cupy = self._cupy
+        message = bytes([has_failed]) + hashlib.sha256(self.plan.plan_hash.encode()).digest()
+        with self._stream:
+            mine = cupy.asarray(np.frombuffer(message, dtype=np.uint8))
+            every = cupy.empty(size * len(message), dtype=cupy.uint8)
+            arguments = _address(mine), _address(every), len(message), self._nccl.NCCL_UINT8, self._stream.ptr
+            self._has_announced = True
+            self._comm.allGather(*arguments)
+            end = self._stream.record()
+            while not end.done:  # Ctrl-C would not end a wait in CUDA
+                time.sleep(POLL_SECONDS)
+            return [bytes(message_of_rank) for message_of_rank in cupy.asnumpy(every).reshape(size, len(message))]
 
     @property
     def staging_allocated_bytes(self) -> int:
@@ -149,10 +162,10 @@ class Mover:
         """
         cupy, plan = self._cupy, self.plan
         with cupy.cuda.Device(self._device):
-            error: Exception | None = None
+            error: BaseException | None = None
             try:
                 src, dst = self._arrays(tensor, out)
-            except Exception as failed:
+            except BaseException as failed:  # also KeyboardInterrupt
                 error = failed
             if not self._has_moved and self._runner is not None:
                 self._agree_on_arrays(error is not None)
@@ -254,8 +267,8 @@ class Mover:
         """Post one round as one group. Its rounds have no broadcasts."""
         assert not broadcasts
         kind, stream = self._nccl.NCCL_UINT8, self._stream.ptr
-        self._nccl.groupStart()
         try:
+            self._nccl.groupStart()  # a KeyboardInterrupt may come as it returns, with the group begun
             for buffer, peer in recvs:
                 self._comm.recv(_address(buffer), buffer.size, kind, peer, stream)
             for buffer, peer in sends:

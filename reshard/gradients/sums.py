@@ -22,7 +22,7 @@ from reshard.runtime.torch_compat import local_of
 #: Replicas are compared in the first step and every so many steps after it.
 CHECK_EVERY = 100
 #: Largest bucket of gradients that are summed by one collective.
-BUCKET_BYTES = 16 * 2**20
+SUM_BUCKET_BYTES = 16 * 2**20
 
 
 class SumAxis(Protocol):
@@ -226,7 +226,7 @@ def digest_local_shard(array: Any) -> torch.Tensor:
 def _split(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     bucket: list[torch.Tensor] = []
     for gradient in gradients:
-        if bucket and sum(item.nbytes for item in bucket) + gradient.nbytes > BUCKET_BYTES:
+        if bucket and sum(item.nbytes for item in bucket) + gradient.nbytes > SUM_BUCKET_BYTES:
             yield bucket
             bucket = []
         bucket.append(gradient)

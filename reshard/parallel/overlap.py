@@ -24,13 +24,14 @@ from reshard.gradients.sums import (
     sum_state_of,
 )
 from reshard.runtime.torch_compat import local_of
+from reshard.threads import start_thread
 
 from .gradients import hash_of_sums, sync_gradients, sync_gradients_of
 from .grid.collectives import Axis
 from .grid.sum_agreement import SumAgreement, SumCall
 
-#: A bucket is full when it has so many bytes of gradients.
-BUCKET_BYTES = 2**20
+#: A bucket is full when its gradients have this many bytes.
+EARLY_BUCKET_BYTES = 2**20
 
 
 @contextlib.contextmanager
@@ -133,7 +134,7 @@ class _EarlySums:
             if not parameter.requires_grad:
                 continue
             last = self._buckets[-1] if self._buckets else None
-            if last is None or last.nbytes >= BUCKET_BYTES or last.entries[0][0].dtype != parameter.dtype:
+            if last is None or last.nbytes >= EARLY_BUCKET_BYTES or last.entries[0][0].dtype != parameter.dtype:
                 last = _Bucket()
                 self._buckets.append(last)
             last.entries.append((parameter, state))
@@ -152,14 +153,18 @@ class _EarlySums:
         return self._depth is None
 
     def begin(self) -> None:
-        """Start the thread, and call :meth:`_note_complete` for each complete gradient."""
+        """Start the thread, and call :meth:`_note_complete` for each complete gradient.
+
+        Raises:
+            ResourceError: the system allows no further thread.
+        """
         if self._depth is None:
             return
         for bucket in self._buckets:
             for number, (_, state) in enumerate(bucket.entries):
                 state.on_gradient = partial(self._note_complete, bucket, number)
         self._thread = threading.Thread(target=self._sum_buckets, name="reshard-gradient-sums", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
         self._agreement.unfinished = self
 
     def _note_complete(self, bucket: _Bucket, number: int) -> None:

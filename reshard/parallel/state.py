@@ -100,7 +100,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     grid = next((submodule.reshard_grid for submodule in model.modules() if hasattr(submodule, "reshard_grid")), None)
     if isinstance(grid, Grid):
-        grid.meet("plain_state_dict")
+        grid.await_all_ranks("plain_state_dict")
     whole: dict[int, torch.Tensor] = {}
 
     def gather(value: Any) -> torch.Tensor:

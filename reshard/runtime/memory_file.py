@@ -1,5 +1,8 @@
 """Unnamed files in memory, which processes of one host share. The kernel frees a file when no process has it open.
 
+Another process of the user may open a file while a rank has its descriptor. If it cut the file, each process that maps
+it would die of SIGBUS. So files are sealed: the kernel refuses to cut them.
+
 Linux only. Elsewhere, :func:`create_memory_file` raises OSError.
 """
 
@@ -7,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +31,38 @@ def name_machine(hostname: str) -> bytes | None:
     return hashlib.sha256(" ".join(names).encode()).digest()[:16]
 
 
-def create_memory_file(token: int, nbytes: int, *, reserves: bool = True) -> int:
-    """A descriptor of a new file. By default its memory is reserved, so that writing to it cannot fail.
+def create_memory_file(token: int, nbytes: int, *, reserves: bool = True, grows: bool = False) -> int:
+    """A descriptor of a new file that no process can cut. By default its memory is reserved: no write to it can fail.
 
     Args:
         token: a random number, by which other processes recognize the file.
         reserves: otherwise the file takes memory only where it is written.
+        grows: the file may become longer.
 
     Raises:
         OSError: this system has no such files, or too little memory.
     """
+    return _create(token, nbytes, reserves=reserves, seals=lambda file: _native.seal_memory(file, grows, True))
+
+
+def write_memory_file(token: int, parts: Sequence[Any]) -> int:
+    """A descriptor of a new file with these buffers, which no process can change.
+
+    Raises:
+        OSError: see :func:`create_memory_file`.
+    """
+
+    def fill(descriptor: int) -> None:
+        with open(descriptor, "wb", closefd=False) as file:
+            for part in parts:
+                file.write(part)
+        _native.seal_memory(descriptor, False, False)
+
+    return _create(token, sum(memoryview(part).nbytes for part in parts), reserves=True, seals=fill)
+
+
+def _create(token: int, nbytes: int, *, reserves: bool, seals: Callable[[int], None]) -> int:
+    """A new file. ``seals`` is called last, with its descriptor."""
     if not hasattr(_native, "create_memory"):
         raise OSError("this system has no unnamed files in memory")
     descriptor: int = _native.create_memory(f"reshard-{token}")
@@ -45,7 +71,8 @@ def create_memory_file(token: int, nbytes: int, *, reserves: bool = True) -> int
             os.posix_fallocate(descriptor, 0, nbytes)
         else:
             os.ftruncate(descriptor, nbytes)
-    except OSError:
+        seals(descriptor)
+    except BaseException:
         os.close(descriptor)
         raise
     return descriptor

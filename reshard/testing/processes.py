@@ -217,7 +217,8 @@ def collect_results(
 
 
 def _serve_store(listener: socket.socket, pipe: Connection, launchers_end: Connection) -> None:
-    """Serve the store until the launcher closes its end of the pipe, or exits."""
+    """Serve the store until the launcher closes its end of the pipe, or exits. Ctrl-C is for the launcher."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     launchers_end.close()
     store = serve_store(listener)
     with contextlib.suppress(EOFError, OSError):

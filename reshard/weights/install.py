@@ -186,6 +186,6 @@ def _is_cast(array: torch.Tensor, arrived: torch.Tensor) -> bool:
 
 
 def _bits(array: torch.Tensor) -> torch.Tensor:
-    """An array as integers, of which each equals itself, or as it is if none are so long."""
+    """The bits of an array as integers, so that NaN equals NaN; the array itself if no integers have its item size."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return array.view(words[array.itemsize]) if array.itemsize in words else array

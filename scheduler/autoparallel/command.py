@@ -103,6 +103,9 @@ def run(options: argparse.Namespace) -> int:
         write_text(options.svg, training_plan.to_svg())
     if options.output:
         training_plan.save(options.output)
+    written = [name for name in (options.html, options.svg, options.output) if name]
+    if written:
+        print(f"wrote {' and '.join(written)}")
     return 0
 
 

@@ -208,10 +208,7 @@ def prepare_backward(module: Any, *, is_last: bool) -> None:
     """Before each backward: make FSDP reduce gradients in the last backward of a step only, as sums."""
     for fsdp_submodule in _fsdp_modules(module):
         fsdp_submodule.set_gradient_divide_factor(1.0)
-        if hasattr(
-            fsdp_submodule, "set_force_sum_reduction_for_comms"
-        ):  # Gloo supports no other reduction with a factor
-            fsdp_submodule.set_force_sum_reduction_for_comms(True)
+        fsdp_submodule.set_force_sum_reduction_for_comms(True)  # Gloo supports no other reduction with a factor
         fsdp_submodule.set_is_last_backward(is_last)
         fsdp_submodule.set_requires_gradient_sync(is_last, recurse=False)
 

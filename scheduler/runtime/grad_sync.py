@@ -37,7 +37,7 @@ CHECK_SECONDS = 0.2
 #: Time limit for another rank to report the root cause after a connection of this rank broke.
 ROOT_CAUSE_SECONDS = 1.5
 #: Largest number of bytes of gradients in one all-reduce, unless one gradient is larger.
-BUCKET_BYTES = 2**25
+REPLICA_BUCKET_BYTES = 2**25
 
 #: Raises an error that another rank reported, if any.
 CheckErrors = Callable[[], None]
@@ -486,10 +486,10 @@ def _grad_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _buckets(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Consecutive parameters whose gradients have at most ``BUCKET_BYTES``. A larger gradient has its own bucket."""
+    """Buckets of consecutive parameters, whose gradients have at most ``REPLICA_BUCKET_BYTES``, or one larger one."""
     bucket: list[torch.Tensor] = []
     for parameter in parameters:
-        if bucket and sum(_grad_of(item).nbytes for item in bucket) + _grad_of(parameter).nbytes > BUCKET_BYTES:
+        if bucket and sum(_grad_of(item).nbytes for item in bucket) + _grad_of(parameter).nbytes > REPLICA_BUCKET_BYTES:
             yield bucket
             bucket = []
         bucket.append(parameter)

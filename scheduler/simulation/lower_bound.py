@@ -36,9 +36,9 @@ class LowerBound:
 
     def __str__(self) -> str:
         return (
-            f"{self.seconds:.6g} s (critical path {self.critical_path_seconds:.6g}, busiest pp rank "
-            f"{self.busiest_pp_rank_seconds:.6g}, busiest link {self.busiest_link_seconds:.6g}, memory "
-            f"{self.memory_seconds:.6g})"
+            f"{self.seconds:.6g} s (seconds by the critical path {self.critical_path_seconds:.6g}, by the busiest pp "
+            f"rank {self.busiest_pp_rank_seconds:.6g}, by the busiest link {self.busiest_link_seconds:.6g}, by limits "
+            f"of memory {self.memory_seconds:.6g})"
         )
 
 

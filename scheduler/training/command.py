@@ -172,7 +172,13 @@ def run(options: argparse.Namespace) -> int:
     wanted = SearchOptions.of(options) if options.plan in SEARCHES else None
     if wanted is not None:
         job = replace(job, compression=None)  # the training plan names the codecs that it uses
-    result = launch(job, options.device, options.launcher == "ray", wanted, options.share_gpus)
+    try:
+        result = launch(job, options.device, options.launcher == "ray", wanted, options.share_gpus)
+    except KeyboardInterrupt:
+        if job.checkpoint is not None:
+            text = f"--resume continues from the newest checkpoint in {job.checkpoint}, if there is one"
+            print(text, file=sys.stderr)
+        raise
     if result is not None:
         losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, " if result.losses else ""
         skipped = f", {count_of(len(result.skipped), 'step')} skipped" if result.skipped else ""

@@ -132,8 +132,8 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
         report = Report(job.report, start, progress.note) if job.report is not None and rank == 0 else None
         measured = None
         with progress, report or contextlib.nullcontext():
-            if engine.compression:
-                progress.note(engine.compression)
+            for text in _describe_start(job, start, engine):
+                progress.note(text)
             if rank == 0:
                 predicted, bound = engine.predict()
                 progress.note(describe_prediction(engine.schedule, predicted, bound))
@@ -172,6 +172,12 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
                 report.add(max(start, job.steps), held_out=final)
                 progress.note(report.finish(job.name, engine.schedule, measured, predicted))
     return TrainResult(start, tuple(losses), final, tuple(skipped))
+
+
+def _describe_start(job: Job, start: int, engine: PipelineEngine) -> list[str]:
+    """What a run says before its first step."""
+    texts = [f"there is no checkpoint in {job.checkpoint}: beginning anew"] if job.resume and not start else []
+    return [*texts, engine.compression] if engine.compression else texts
 
 
 def _compile_engine(job: Job, batch: Any, device: torch.device) -> PipelineEngine:

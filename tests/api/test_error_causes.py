@@ -11,6 +11,7 @@ import reshard
 from reshard import Layout, Mesh
 from reshard.errors import ArgumentError
 from reshard.formatting import compare_names
+from reshard.runtime.transport import connections
 from reshard.testing.processes import run_processes
 from tests.support.tensors import result_or_error
 
@@ -37,6 +38,35 @@ def test_late_rank_gets_the_timeout_error_of_the_others(leaves):
     assert first.startswith("TransferTimeoutError: rank 1 did not call within 0.5 s"), first
     assert "out of sync (rank 1 did not call within 0.5 s" in late, late
     assert "SOCKET_IFNAME" not in late
+
+
+def _fail_to_connect(rank):
+    """Rank 1 cannot start the thread of a Gloo group, which closes its connections before it reports why."""
+    make = connections.Connections._make_group
+
+    def fail(*arguments):
+        group = make(*arguments)
+        group.barrier().wait()
+        del group
+        time.sleep(0.3)
+        raise RuntimeError("Resource temporarily unavailable")
+
+    def meet(*arguments):
+        group = make(*arguments)
+        for _ in range(2):
+            group.barrier().wait()
+        return group
+
+    connections.Connections._make_group = fail if rank == 1 else meet
+    return result_or_error(
+        lambda: reshard.reshard(torch.zeros(4), BOTH, Layout(Mesh.of("2"), "S0"), timeout_seconds=10)
+    )
+
+
+@pytest.mark.integration
+def test_rank_that_fails_to_connect_is_named():
+    for text in run_processes(_fail_to_connect, 2):
+        assert text == "RemoteError: rank 1: ConnectionError: cannot connect: Resource temporarily unavailable"
 
 
 def _names(rank):

@@ -316,8 +316,15 @@ KINDS = {
 #: Imported here, so that no rank does so in its first call.
 IMPORTED = weights.Publisher, weights.Subscriber, weights.transfer_state_dict
 #: Statements where only a tracer can raise: Python looks for signals after calls and at jumps, but a lock has been
-#: released after the call that ends its ``with`` block, and nothing is called before the ``try`` of a wrapper.
-OUT_OF_REACH = ("with self._lock:", "with _lock:", "with group.lock:", "try:")
+#: released after the call that ends its ``with`` block, and nothing is called before the ``try`` of a wrapper, or where
+#: a group ends a call.
+OUT_OF_REACH = (
+    "with self._lock:",
+    "with _lock:",
+    "with group.lock:",
+    "try:",
+    "self._caller, self._may_nest = before",
+)
 
 
 def _values(step):

@@ -31,7 +31,7 @@ import reshard
 from reshard import Layout, Mesh, RegionLayout, Topology, planner
 from reshard.formatting import brief
 from reshard.weights.mapping.rules import Rule
-from tests.campaigns.doors import grids, schedules, searches, transfers, weights
+from tests.campaigns.entry_points import grids, schedules, searches, transfers, weights
 from tests.campaigns.nonsense import ARGUMENTS
 
 #: Time limit of one call.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -128,6 +129,9 @@ def test_command_prints_classes_of_tensors(tmp_path, capsys):
     assert f"LlamaForCausalLM: 39 tensors, {total / 1024:.4g} KiB" in out
     assert "lower bound" in out and "predicted" in out
     assert any(line.split()[:1] == ["8"] and "(fsdp)" in line and "(tp)" in line for line in out.splitlines())
+    assert main(["plan", "--model", config, "--src", "fsdp=4", "--dst", "tp=2,dp=2", "--format", "summary"]) == 0
+    short, long = (re.sub(r"planned in .* s", "", text) for text in (capsys.readouterr().out, out))
+    assert long.startswith(f"{short}\n") and "(fsdp)" not in short
     assert main(["plan", "--model", config, "--src", "fsdp=4", "--dst", "tp=2", "--format", "json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["tensors"]) == 39
 

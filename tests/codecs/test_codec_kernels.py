@@ -68,7 +68,7 @@ def _run(code, **environment):
     return run.stdout.strip(), run.stderr
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("rows", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_interpreted_kernels_equal_the_native_codecs_bit_for_bit(rows):
     out, errors = _run(f"ROWS, DEVICE = {rows}, 'cpu'\n{_COMPARED}", TRITON_INTERPRET="1")

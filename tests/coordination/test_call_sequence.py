@@ -93,7 +93,7 @@ class _FakeGroup:
 
     def __init__(self, rank, errors, given):
         self.rank = rank
-        self.status = RankStatus(errors=errors, given=given, error=("ArgumentError", f"rank {rank}: no"))
+        self.status = RankStatus(errors=errors, abandoned=given, error=("ArgumentError", f"rank {rank}: no"))
         self.store = self
 
     def set(self, key, value):

@@ -71,7 +71,7 @@ def test_foreign_values_are_named_and_no_call_mixes_data(key, value, is_early):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("waiting", 3), ("waiting", {"members": [0]}), ("given", []), ("errors", True), ("error", ["x"]), ("new", 1)],
+    [("waiting", 3), ("waiting", {"members": [0]}), ("abandoned", []), ("errors", True), ("error", ["x"]), ("new", 1)],
 )
 def test_status_of_another_form_is_refused(field, value):
     content = json.loads(RankStatus(waiting={"members": [0, 1], "attempt": 1}, error=("RemoteError", "x")).to_json())

@@ -152,7 +152,7 @@ def _pause_briefly(rank, _, store, on_loss):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("on_loss", ["recover", "raise"])
+@pytest.mark.parametrize("on_loss", ["recover", pytest.param("raise", marks=pytest.mark.nightly)])
 def test_stopped_rank_without_connections_is_not_lost(on_loss):
     with PausableStore(4) as store:
         assert run_processes(_pause_briefly, 4, store, on_loss, init_group=False) == [
@@ -198,7 +198,7 @@ def _stop_store_in_first_call(rank, _, store, timeout_seconds):
         return _call(group, rank, 1, timeout_seconds, "raise")
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_silent_store_delays_a_call_and_is_named_after_the_timeout():
     with PausableStore(4) as store:
         assert run_processes(_stop_store_in_first_call, 4, store, 20.0, init_group=False) == [None, None, [1.0], [1.0]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import signal
 import subprocess
 import sys
 import threading
@@ -14,9 +15,10 @@ import pytest
 
 import reshard.cupy
 from reshard import Layout, Mesh, RegionLayout, Topology, make_plan
+from reshard.cupy import transfer
 from reshard.errors import ArgumentError, DisagreementError, PlanError
 from reshard.runtime.rounds.replay import check_calls
-from tests.support.fake_cupy import Communicator, make_module, run_ranks
+from tests.support.fake_cupy import NCCL, Communicator, Event, Hub, make_module, run_ranks
 from tests.support.tensors import take_shard
 
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
@@ -122,6 +124,63 @@ def test_wrong_plan_is_an_error_on_every_rank():
     tight = replace(make_plan(SRC, DST, (64, 96), "float64", topology=HOSTS), staging_bytes=64)
     for error in _results(lambda comm: reshard.cupy.Mover(tight, comm)):
         assert isinstance(error, PlanError)
+
+
+@pytest.mark.parametrize("place", ["plan", "arrays"])
+def test_interrupt_of_one_rank_before_the_ranks_compare_is_an_error_on_every_rank(monkeypatch, place):
+    plan = make_plan(SRC, DST, (6, 10), "float64", topology=HOSTS)
+    check, read = transfer.ensure_checked, reshard.cupy.Mover._arrays
+    interrupted = threading.local()
+
+    def interrupt_plan(plan):
+        if interrupted.place == "plan":
+            raise KeyboardInterrupt
+        check(plan)
+
+    def interrupt_arrays(mover, *arrays):
+        if interrupted.place == "arrays":
+            raise KeyboardInterrupt
+        return read(mover, *arrays)
+
+    monkeypatch.setattr(transfer, "ensure_checked", interrupt_plan)
+    monkeypatch.setattr(reshard.cupy.Mover, "_arrays", interrupt_arrays)
+
+    def one(comm):
+        interrupted.place = place if comm.rank_id() == 1 else None
+        mover = reshard.cupy.Mover(plan, comm)
+        return mover.start(on_device(take_shard(SRC, comm.rank_id(), whole((6, 10), "float64"))))
+
+    for rank, error in enumerate(_results(one)):
+        if rank == 1:
+            assert isinstance(error, KeyboardInterrupt)
+        else:
+            assert isinstance(error, PlanError if place == "plan" else ArgumentError)
+            assert str(error).startswith("ranks 1 ")
+
+
+def test_interrupt_while_other_ranks_are_late_ends_the_wait_for_them(monkeypatch):
+    """NCCL gathers in the order of the stream, so the host waits for an event."""
+    monkeypatch.setattr(Communicator, "allGather", lambda *_, **__: None)
+    monkeypatch.setattr(Event, "done", property(lambda _: signal.raise_signal(signal.SIGINT)))
+    plan = make_plan(Layout(Mesh([0])), Layout(Mesh([1])), (8,), "int8")
+    with pytest.raises(KeyboardInterrupt):
+        reshard.cupy.Mover(plan, Communicator(Hub(2), 0))
+
+
+def test_interrupt_as_a_group_of_messages_begins_ends_the_group(monkeypatch):
+    nccl, begin, end, ended = sys.modules["cupy.cuda.nccl"], NCCL.groupStart, NCCL.groupEnd, []
+
+    def begin_and_raise():
+        begin()
+        raise KeyboardInterrupt
+
+    plan = make_plan(Layout(Mesh([0])), Layout(Mesh([0, 1])), (8,), "int8")
+    (mover, _) = run_ranks(2, lambda comm: reshard.cupy.Mover(plan, comm))
+    monkeypatch.setattr(nccl, "groupStart", begin_and_raise)
+    monkeypatch.setattr(nccl, "groupEnd", lambda: ended.append(end()))
+    with pytest.raises(KeyboardInterrupt):
+        mover.start(on_device(np.zeros(8, np.int8)))
+    assert ended == [None]
 
 
 def test_arrays_that_do_not_fit_are_rejected():

@@ -98,12 +98,12 @@ def check_products(rank, rows, cols, depth):
                 formula = received_elements(kind, shape, per_row, keeps_weight=keeps_weight)
                 worst = max(worst, check([kind], results, formula))
             flows = Dataflows(keeps_weight, keeps_weight, keeps_weight)
-            for cuts_in in (True, False):  # both products of a backward share the gathers of the gradient
-                products = LayerProducts(shape, per_row, cuts_in, keeps_input=True)
+            for rows_shard_input in (True, False):  # both products of a backward share the gathers of the gradient
+                products = LayerProducts(shape, per_row, rows_shard_input, keeps_input=True)
                 kinds = products.kinds
-                readers = (1, 2) if cuts_in else (2, 1)
+                readers = (1, 2) if rows_shard_input else (2, 1)
                 given = [Activation(item, count) for item, count in zip(local[0], readers, strict=True)]
-                received = LayerProducts(shape, per_row, cuts_in).received(flows)
+                received = LayerProducts(shape, per_row, rows_shard_input).received(flows)
                 worst = max(worst, check(kinds[1:], run(kinds[1:], *given), received[1] + received[2]))
                 assert not given[0].gathered and not given[1].gathered
                 given = [Activation(item, 2) for item in local[0]]  # and the forward keeps those of the input

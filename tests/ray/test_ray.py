@@ -298,6 +298,7 @@ def _end(actor):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_dead_actor_is_named(drive):
     first, second, took = drive(_kill_one)
     assert re.match(r"RemoteError: rank 1 of 'right', right\[1\] at 10\.77\.\d\.1, died: ", first), first

@@ -15,7 +15,7 @@ from reshard.planner import plan_tensors
 from reshard.runtime.cpu import direct
 from reshard.runtime.cpu.direct import DIRECT_BYTES, find_direct
 from reshard.runtime.program import build_program
-from reshard.runtime.transport.shared_memory import SHARED_BYTES
+from reshard.runtime.transport.shared_memory import MIN_SHARED_BYTES
 from reshard.sharding import TensorSpec
 from reshard.testing import run_processes
 
@@ -40,7 +40,7 @@ def test_only_small_programs_of_contiguous_messages_are_direct(plan, ranks):
 
 def test_no_message_of_a_direct_program_is_large_enough_for_shared_memory():
     """One end may post it here and the other in the executor, and both must take the same way."""
-    assert DIRECT_BYTES < SHARED_BYTES
+    assert DIRECT_BYTES < MIN_SHARED_BYTES
 
 
 def move_in_turns(rank):

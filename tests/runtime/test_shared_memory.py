@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -36,7 +37,7 @@ SRC, DST = Layout(Mesh.of(2), "S0 R"), Layout(Mesh.of(2, first_rank=2), "R S0")
 ONE_HOST = Topology((0,) * 4)
 
 
-def count_large_sends(nbytes=shared_memory.SHARED_BYTES):
+def count_large_sends(nbytes=shared_memory.MIN_SHARED_BYTES):
     """The receivers of messages of at least so many bytes that this rank sends over sockets, as they are sent."""
     receivers, send = [], GlooTransport.send
 
@@ -91,7 +92,7 @@ def check_relays(rank):
     plan = reshard.make_plan(src, dst, SHAPE, "float32", **options)
     relays = [recv for member in plan.ranks for recv in build_program(plan, member).recvs if recv.is_relay]
     assert relays
-    shared_memory.SHARED_BYTES = 1  # these messages are small
+    shared_memory.MIN_SHARED_BYTES = 1  # these messages are small
     for verify in (False, True):
         assert move(rank, src, dst, verify=verify, **options) == 0
     assert sent == []
@@ -122,6 +123,25 @@ def check_fallback(rank, reason):
 def test_only_pairs_that_cannot_share_use_sockets(reason):
     """Rank 2 shares no memory, so that ranks 0 and 1 send to it over sockets, and to rank 3 as before."""
     assert run_processes(check_fallback, 4, reason) == [{2}, {2}, set(), set()]
+
+
+def check_cut(rank):
+    """Another process of the user opens the files as the ranks do, and tries to cut them."""
+    sent, opened = count_large_sends(), shared_memory.open_memory_file
+
+    def cut(*file, **options):
+        descriptor = opened(*file, **options)
+        with contextlib.suppress(PermissionError):
+            os.ftruncate(descriptor, 0)
+        return descriptor
+
+    shared_memory.open_memory_file = cut
+    assert move(rank, SRC, DST) == 0
+    return sent
+
+
+def test_cut_file_kills_no_rank():
+    assert run_processes(check_cut, 4) == [[]] * 4
 
 
 def find_sharing_ranks(rank, report):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import threading
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from reshard import _native
+from reshard.errors import ResourceError
 from reshard.runtime.cpu.box_tables import split_box, tabulate_boxes, tabulate_buffers
 from reshard.runtime.memory_file import create_memory_file
 from reshard.runtime.transport.shared_memory import SharedMemory
@@ -242,6 +244,41 @@ def test_forked_child_does_not_close_the_connections_of_its_parent():
     received = pair.recv(tabulate_buffers([out]), out)
     move(pair, pair.send(tabulate_buffers([sent]), sent), received)
     assert torch.equal(sent, out)
+
+
+def end_without_memory(size):
+    """The exit status of a child whose segment has memory for ``size`` bytes only."""
+    child = os.fork()
+    if child == 0:
+        nbytes = _native.ring_segment_bytes(2)
+        file = os.memfd_create("small")
+        os.ftruncate(file, nbytes)
+        segments = [np.frombuffer(mmap.mmap(file, nbytes), dtype=np.uint8) for _ in range(2)]
+        other = np.frombuffer(mmap.mmap(-1, nbytes), dtype=np.uint8)
+        os.ftruncate(file, size)
+        status = 1
+        try:
+            rings = _native.Rings(segments[0], 0)
+            rings.add(1, other, os.getpid())
+            status = 2
+            rings.send(1, 7, tabulate_buffers([torch.zeros(9, dtype=torch.uint8)]))
+        except MemoryError:
+            status += 10
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_too_little_memory_is_an_error_and_not_a_signal():
+    channel = (_native.ring_segment_bytes(2) - 4096) // 2
+    assert end_without_memory(4096) == 11  # before ranks connect, so they use sockets
+    assert end_without_memory(4096 + channel + 4096) == 12  # a send
+
+    class FullRings:
+        def send(self, *_):
+            raise MemoryError
+
+    with pytest.raises(ResourceError, match="for 1 MiB that is shared with rank 1; RESHARD_SHARED_MEMORY=0"):
+        SharedMemory(FullRings(), {1: 1}).send(None, None, 1, 7)
 
 
 def test_tables_of_wrong_form_are_refused():

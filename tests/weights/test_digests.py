@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import torch
 
@@ -73,3 +76,12 @@ def test_arrays_whose_memory_or_strides_changed_in_place_are_digested_anew():
     model["w"].data = memory
     assert checker.digest_target(model, 0) != expected
     assert checker.digest_target({"w": memory.t()}, 0) == expected  # the same memory, but other strides
+
+
+def test_a_program_may_end_while_a_thread_holds_digests():
+    code = (
+        "import threading, time; from reshard.weights.model.digests import LocatedRegions; "
+        "threading.Thread(target=lambda held: time.sleep(60), args=(LocatedRegions(),), daemon=True).start()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not run.stderr

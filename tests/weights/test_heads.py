@@ -27,7 +27,7 @@ from reshard.weights import (
     original_llama,
     transfer_state_dict,
 )
-from reshard.weights.mapping.parts import meet, pick, positions
+from reshard.weights.mapping.parts import intersect, pick, positions
 from reshard.weights.mapping.rules import rules_from_json, rules_to_json
 from reshard.weights.model.pieces import check_pieces, compose, match
 from tests.support.sharded_state import ShardedState, chunks, execute, whole
@@ -45,7 +45,7 @@ ranges = st.builds(
 
 @given(ranges, ranges)
 def test_meet_has_the_numbers_of_both_ranges(first, second):
-    found = meet(first, second)
+    found = intersect(first, second)
     assert list(found) == sorted(set(first) & set(second))
     assert pick(first, positions(found, first)) == found
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from reshard.errors import ArgumentError, VerificationError
 from reshard.testing.processes import run_processes
-from reshard.weights import transfer_state_dict
+from reshard.weights import Rename, transfer_state_dict
 from reshard.weights.model import verify
 from reshard.weights.model.holdings import StateReader
 
@@ -126,6 +126,19 @@ def test_mistakes_are_named_on_all_ranks_alike():
         strict=True,
     ):
         assert part in text
+
+
+def _misnamed(rank):
+    source, target = ({f"model.{name}.weight": torch.ones(4)} for name in ("norm", "nrom"))
+    rules = [Rename("layers.{p}", "model.{p}"), Rename("decoder.{p}", "model.{p}")]
+    with pytest.raises(ArgumentError) as caught:
+        transfer_state_dict(source if rank == 0 else None, target if rank == 1 else None, rules=rules)
+    return str(caught.value)
+
+
+def test_close_names_and_rules_that_fit_no_tensor_are_named():
+    for text in run_processes(_misnamed, 2):
+        assert "; did you mean 'model.norm.weight'?; 2 rules changed nothing: Rename(" in text
 
 
 def _flipped(rank):

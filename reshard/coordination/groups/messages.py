@@ -203,7 +203,7 @@ class RankStatus:
         waiting: members and attempt of the round in which the rank waits; None if it waits in none.
         skipped: ``{hash of ranks: [count, ranks]}`` of calls that the rank made and of which it is not a member.
         errors: number of calls that failed on the rank before their members were known.
-        given: ``{member as text: number}`` of calls with each member that the rank abandoned; not part of ``errors``.
+        abandoned: ``{member as text: number}`` of abandoned calls with each member; not part of ``errors``.
         error: class and text of the last error.
         are_members_unknown: whether the members of the calls in ``errors`` are unknown.
         out_of_sync: ``{set of ranks: why its calls can no longer be matched}``.
@@ -212,7 +212,7 @@ class RankStatus:
     waiting: dict[str, Any] | None = None
     skipped: dict[str, list[Any]] = field(default_factory=dict)
     errors: int = 0
-    given: dict[str, int] = field(default_factory=dict)
+    abandoned: dict[str, int] = field(default_factory=dict)
     error: tuple[str, str] | None = None
     are_members_unknown: bool = False
     out_of_sync: dict[str, str] = field(default_factory=dict)
@@ -239,7 +239,7 @@ _STATUS = {
     "waiting": {"members": [int], "attempt": int},
     "skipped": {str: (int, [int])},
     "errors": int,
-    "given": {str: int},
+    "abandoned": {str: int},
     "error": (str, str),
     "are_members_unknown": bool,
     "out_of_sync": {str: str},

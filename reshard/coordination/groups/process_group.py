@@ -200,14 +200,14 @@ class Group:
         thread_id, is_entered = threading.get_ident(), False
         try:  # before anything changes: an interrupt may come at any line
             with self.lock:
-                is_first, may_nest = self._caller is None, self._may_nest
-                if self._caller not in (None, thread_id):
+                before = caller, may_nest = self._caller, self._may_nest
+                if caller not in (None, thread_id):
                     raise ArgumentError(
                         f"rank {self.rank}: two threads call on one {self} at once; ranks match calls by order, and "
                         "two threads have no common order: give each thread its own group "
                         "(torch.distributed.new_group or reshard.join)"
                     )
-                if not is_first and not may_nest:
+                if caller is not None and not may_nest:
                     raise self._describe_interruption()
                 current = threading.current_thread()
                 earlier = [thread for thread in self.callers if thread is not current and thread.is_alive()]
@@ -218,9 +218,7 @@ class Group:
             yield
         finally:
             if is_entered:
-                self._may_nest = may_nest
-                if is_first:
-                    self._caller = None
+                self._caller, self._may_nest = before
 
     @contextlib.contextmanager
     def nesting(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from reshard.formatting import brief
+from reshard.threads import has_started, start_thread
 from reshard.timeouts import PendingCall
 
 T = TypeVar("T")
@@ -70,11 +71,7 @@ class _Worker:
                 if not unanswered.done.wait(max(begun + seconds - time.monotonic(), 0.0)):
                     break
         with self._lock:
-            if self.thread is None:
-                self.thread = threading.Thread(
-                    target=_run_calls, args=(self._calls,), name="reshard-store", daemon=True
-                )
-                self.thread.start()
+            self.start()
             if self._unanswered is not None and not self._unanswered.done.is_set():
                 self._raise_silent()
             pending = PendingCall(functools.partial(function, raw))
@@ -88,6 +85,14 @@ class _Worker:
                 self._lost = str(error)
             raise error
         return pending.result
+
+    def start(self) -> None:
+        with self._lock:
+            if not has_started(self.thread):
+                self.thread = threading.Thread(
+                    target=_run_calls, args=(self._calls,), name="reshard-store", daemon=True
+                )
+                start_thread(self.thread)
 
     def check_usable(self) -> dist.Store:
         """The store. Raises RuntimeError if it is closed or belongs to a parent process, whose connection it shares."""
@@ -129,6 +134,10 @@ class Store:
         """The torch store, with this store's key prefix. Raises RuntimeError if it is closed."""
         raw = self._worker.check_usable()
         return dist.PrefixStore(self._prefix[:-1], raw) if self._prefix else raw
+
+    def start(self) -> None:
+        """Start the thread, which the first call would start. Raises ResourceError if the system allows none."""
+        self._worker.start()
 
     def under(self, prefix: str) -> Store:
         """The same store with a key prefix."""
@@ -184,5 +193,6 @@ class Store:
 
     def join(self, seconds: float) -> None:
         """Wait at most ``seconds`` for the thread of a closed store to end."""
-        if self._worker.thread is not None:
-            self._worker.thread.join(seconds)
+        thread = self._worker.thread
+        if thread is not None and has_started(thread):
+            thread.join(seconds)

@@ -24,7 +24,7 @@ from typing import Any
 from reshard.coordination.groups.calling_threads import describe_caller
 from reshard.coordination.groups.messages import Decision, RankStatus, Request, describe_error, name_rank
 from reshard.coordination.groups.process_group import Group
-from reshard.coordination.liveness.interruptions import mark_published
+from reshard.coordination.liveness.interruptions import is_published, mark_published
 from reshard.coordination.liveness.status import ANY_RANKS, publish_status
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.formatting import format_ranks
@@ -95,7 +95,7 @@ def leave_call(group: Group, error: ReshardError, find_members: Callable[[], Seq
     elif group.rank in members:
         for rank in members:
             if rank != group.rank:
-                group.status.given[str(rank)] = group.status.given.get(str(rank), 0) + 1
+                group.status.abandoned[str(rank)] = group.status.abandoned.get(str(rank), 0) + 1
         group.status.error = describe_error(error)
         publish_status(group)
 
@@ -109,7 +109,7 @@ def leave_interrupted(
 
 @contextlib.contextmanager
 def publish_interruption(group: Group, find_members: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:
-    """Publish that this rank left a call if another exception than ReshardError ends it, such as KeyboardInterrupt.
+    """Publish that this rank left a call if an exception ends it that is not published, such as KeyboardInterrupt.
 
     If this rank has not entered a round, it counts the call as left. Otherwise the other members may already be in the
     next round or in the transfer. To end the round, this rank publishes that it is out of sync with all ranks. To end
@@ -118,16 +118,16 @@ def publish_interruption(group: Group, find_members: Callable[[], Sequence[int]]
     Args:
         find_members: see :func:`leave_call`.
     """
-    rounds, left_calls = group.attempts, (group.status.errors, dict(group.status.given))
+    rounds, left_calls = group.attempts, (group.status.errors, dict(group.status.abandoned))
     reasons = len(group.status.out_of_sync)
     try:
         yield
-    except ReshardError:
-        raise
     except BaseException as error:
+        if isinstance(error, ReshardError) and is_published(error):
+            raise
         mark_published(error)
         left = RemoteError(f"rank {group.rank} left a call: {type(error).__name__}")
-        if (group.attempts, (group.status.errors, group.status.given)) == (rounds, left_calls):
+        if (group.attempts, (group.status.errors, group.status.abandoned)) == (rounds, left_calls):
             leave_interrupted(error, group, find_members)
         elif group.attempts > rounds and len(group.status.out_of_sync) == reasons:
             group.status.out_of_sync[ANY_RANKS] = str(left)
@@ -140,19 +140,19 @@ def publish_interruption(group: Group, find_members: Callable[[], Sequence[int]]
 
 def record_abandoned_call(group: Group, members: Sequence[int], decision: Decision) -> None:
     """Record that this rank abandons a call of ``members`` because another member has left the call."""
-    given, own = group.status.given, members.index(group.rank)
+    abandoned, own = group.status.abandoned, members.index(group.rank)
     for rank in members:
         if rank != group.rank:
-            count = given.get(str(rank), 0) + 1
+            count = abandoned.get(str(rank), 0) + 1
             if decision.payloads:  # every rank lags another one: both ranks of each pair take the higher count
                 count = max(count - 1, decision.payloads[rank][own] - group.status.errors)
-            given[str(rank)] = count
+            abandoned[str(rank)] = count
     group.status.error = decision.error or ("RemoteError", "a rank left the call")
     publish_status(group)
 
 
 def _count_with(status: RankStatus, rank: int) -> int:
-    return int(status.errors) + int(status.given.get(str(rank), 0))
+    return int(status.errors) + int(status.abandoned.get(str(rank), 0))
 
 
 def count_left_calls(group: Group, members: Sequence[int]) -> list[int]:

@@ -27,6 +27,7 @@ from reshard.coordination.liveness.status import (
 from reshard.errors import ArgumentError, ReshardError
 from reshard.forks import call_at_exit
 from reshard.runtime.cuda.stream import allow_queries_during_capture
+from reshard.threads import start_thread
 
 POLL_SECONDS = 0.2
 
@@ -63,7 +64,11 @@ class Monitor:
         thread = threading.Thread(target=_run, args=(weakref.ref(self), self._end_requests), name="reshard-monitor")
         self._thread = thread
         thread.daemon = True
-        thread.start()
+        try:
+            start_thread(thread)
+        except BaseException:
+            self._presence.close()
+            raise
         _monitors.add(self)
         call_at_exit(_end_all, priority=0)
 

@@ -10,14 +10,12 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeVar, cast
 
-from reshard.errors import ReshardError
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def is_published(error: BaseException) -> bool:
     """Whether the other ranks know of this error, or need not know of it."""
-    return isinstance(error, ReshardError) or getattr(error, "is_published_by_reshard", False)
+    return bool(getattr(error, "is_published_by_reshard", False))
 
 
 def mark_published(error: BaseException) -> None:

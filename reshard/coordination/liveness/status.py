@@ -20,7 +20,7 @@ from reshard.errors import RemoteError
 BEAT_SECONDS = 1.0
 #: A rank counts as lost if it sends no heartbeat for this long after one was due.
 SILENCE_SECONDS = 30.0
-#: A rank is lost if its last heartbeat is older than this: one interval more each for its writing and its reading.
+#: A rank is lost if its last heartbeat is older than this. Writing and reading a heartbeat may add an interval each.
 LOST_SECONDS = SILENCE_SECONDS + 2 * BEAT_SECONDS
 #: A pause in the reading of heartbeats, of this process or of the store, which would look like silence.
 GAP_SECONDS = 5.0

@@ -158,7 +158,7 @@ class Grid:
         self.__dict__.update(other.copy().__dict__)
         self.codec = codec
 
-    def meet(self, called: str) -> None:
+    def await_all_ranks(self, called: str) -> None:
         """Wait until all ranks of the grid call the function of this name, before its first collective.
 
         Raises:
@@ -169,7 +169,7 @@ class Grid:
         self._failures.check()
         seconds = DEFAULT_TIMEOUT_SECONDS if self._timeout is None else self._timeout.total_seconds()
         try:
-            self._finder.meet(called, seconds)
+            self._finder.await_all_ranks(called, seconds)
         except ReshardError as error:
             self._failures.add(error)
             raise

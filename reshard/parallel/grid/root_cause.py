@@ -51,7 +51,7 @@ class RootCauseFinder:
         self._generation = decision.generation
         self._waits = group.store.under(f"u/{self._channel.key}/waits/{self._generation}")
 
-    def meet(self, called: str, timeout_seconds: float) -> None:
+    def await_all_ranks(self, called: str, timeout_seconds: float) -> None:
         """Wait until all ranks of the grid call the function of this name.
 
         Raises:

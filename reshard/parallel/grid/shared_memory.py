@@ -114,7 +114,7 @@ class SharedMemory:
         """Share memory among the ranks of an axis. None, on all of them, if one cannot map the memory of another."""
         token, own = secrets.randbits(62), -1
         with contextlib.suppress(OSError):  # the others learn that this rank has none
-            own = create_memory_file(token, _CONTROL_BYTES)
+            own = create_memory_file(token, _CONTROL_BYTES, grows=True)
         try:
             table = axis.all_gather(torch.tensor([[os.getpid(), own, token]], device="cpu"), [1] * axis.size).wait()
             opened: list[int] = []

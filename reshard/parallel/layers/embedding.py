@@ -44,7 +44,7 @@ class Embedding(OnGrid):
 
     def declare(self, prefix: str = "") -> None:
         """Declare the sums of gradients; again after parameters were replaced. ``prefix``: path, for errors."""
-        declare_sums(self, {"weight": gradient_axes(self.grid, is_vector=False)}, prefix)
+        declare_sums(self, {"weight": gradient_axes(self.grid, is_replicated_over_rows=False)}, prefix)
 
     @not_compiled
     @check_arguments()
@@ -162,7 +162,7 @@ class PositionEmbedding(OnGrid):
 
     def declare(self, prefix: str = "") -> None:
         """Declare the sums of gradients; again after parameters were replaced. ``prefix``: path, for errors."""
-        declare_sums(self, {"weight": gradient_axes(self.grid, is_vector=True)}, prefix)
+        declare_sums(self, {"weight": gradient_axes(self.grid, is_replicated_over_rows=True)}, prefix)
 
     @not_compiled
     @check_arguments()

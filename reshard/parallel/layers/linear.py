@@ -56,8 +56,8 @@ class Linear(OnGrid):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.grid, self.panel, self.keep_inputs = grid, panel, keep_inputs
         smaller = "in" if self.in_features < self.out_features else "out"
-        self.cuts_in = (cut_rows or smaller) == "in"
-        row_dim = 1 if self.cuts_in else 0
+        self.rows_shard_input = (cut_rows or smaller) == "in"
+        row_dim = 1 if self.rows_shard_input else 0
         self.weight = shard_parameter(linear.weight, grid, row_dim, 1 - row_dim)
         self.bias = None if linear.bias is None else shard_parameter(linear.bias, grid, None, 0)
         self.declare()
@@ -67,8 +67,8 @@ class Linear(OnGrid):
         declare_sums(
             self,
             {
-                "weight": gradient_axes(self.grid, is_vector=False),
-                "bias": gradient_axes(self.grid, is_vector=True),
+                "weight": gradient_axes(self.grid, is_replicated_over_rows=False),
+                "bias": gradient_axes(self.grid, is_replicated_over_rows=True),
             },
             prefix,
         )
@@ -108,16 +108,18 @@ def multiply(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
             f"the input of a Linear of {first.in_features} features has {x.shape[-1]} on column {grid.col} of {grid}, "
             f"not {stop - start}; pass only those of grid.local_features({first.in_features})"
         )
-    if len(layers) > 1 and not all(layer.cuts_in and layer.in_features == first.in_features for layer in layers):
+    if len(layers) > 1 and not all(
+        layer.rows_shard_input and layer.in_features == first.in_features for layer in layers
+    ):
         raise ArgumentError('layers that share their input need the same in_features and cut_rows="in"')
     outs = [[size_of(span) for span in chunk_spans(layer.out_features, grid.cols)] for layer in layers]
-    if first.cuts_in:
+    if first.rows_shard_input:
         shape = ProductShape(first.in_features, tuple(map(sum, zip(*outs, strict=True))), grid.rows, first.panel)
     else:
         shape = ProductShape(first.out_features, tuple(map(size_of, cols)), grid.rows, first.panel)
     dtype = _autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
-    products = LayerProducts(shape, grid.tokens_of(x), first.cuts_in, first.keep_inputs)
+    products = LayerProducts(shape, grid.tokens_of(x), first.rows_shard_input, first.keep_inputs)
     call = _Call(Product(grid, shape), products, layers, weight_grad_store())
     locals_ = [local_of(layer.weight) for layer in layers]
     is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in locals_)
@@ -160,37 +162,37 @@ class _Call:
     store: WeightGradStore | None
 
     @property
-    def cuts_in(self) -> bool:
+    def rows_shard_input(self) -> bool:
         """Whether P is the input dim."""
-        return self.products.cuts_in
+        return self.products.rows_shard_input
 
     def matrix(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """``W[P_i, Q_j]`` of all layers."""
-        if not self.cuts_in:
+        if not self.rows_shard_input:
             return weights[0]
         return (weights[0] if len(weights) == 1 else torch.cat(list(weights))).t()
 
     def output(self, x: Activation, weights: Sequence[torch.Tensor]) -> Steps:
         """The output."""
-        multiply_forward = self.product.contract_p if self.cuts_in else self.product.contract_q
+        multiply_forward = self.product.contract_p if self.rows_shard_input else self.product.contract_q
         keeps_weight = self.products.dataflows.forward
         return multiply_forward(x, self.matrix(weights), self.products.tokens, keeps_weight=keeps_weight)
 
     def input_gradient(self, gradient: Activation, weights: Sequence[torch.Tensor]) -> Steps:
         """The gradient of the input."""
-        multiply_back = self.product.contract_q if self.cuts_in else self.product.contract_p
+        multiply_back = self.product.contract_q if self.rows_shard_input else self.product.contract_p
         keeps_weight = self.products.dataflows.input_gradient
         return multiply_back(gradient, self.matrix(weights), self.products.tokens, keeps_weight=keeps_weight)
 
     def weight_gradient(self, x: Activation, gradient: Activation) -> Steps:
         """The gradient of the local weights, not summed over depth, for :meth:`split`."""
-        first, second = (x, gradient) if self.cuts_in else (gradient, x)
+        first, second = (x, gradient) if self.rows_shard_input else (gradient, x)
         keeps_weight = self.products.dataflows.weight_gradient
         return self.product.contract_tokens(first, second, self.products.tokens, keeps_weight=keeps_weight)
 
     def split(self, gradient: torch.Tensor) -> list[torch.Tensor]:
         """Split a gradient of all layers into the gradient of each layer's local weight."""
-        if not self.cuts_in:
+        if not self.rows_shard_input:
             return [gradient]
         return list(gradient.t().split([local_of(layer.weight).shape[0] for layer in self.layers]))
 

@@ -44,7 +44,7 @@ class _Norm(OnGrid):
         Args:
             prefix: path of this module, for errors.
         """
-        axes = gradient_axes(self.grid, is_vector=True)
+        axes = gradient_axes(self.grid, is_replicated_over_rows=True)
         declare_sums(self, {"weight": axes, "bias": axes}, prefix)
 
     @not_compiled

@@ -80,11 +80,11 @@ def _order_strides(gradient: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(gradient, memory_format=torch.contiguous_format)  # contiguous() keeps the strides
 
 
-def gradient_axes(grid: Grid, *, is_vector: bool) -> tuple[Any, ...]:
+def gradient_axes(grid: Grid, *, is_replicated_over_rows: bool) -> tuple[Any, ...]:
     """The axes over which the gradient of a parameter is summed: those over which the parameter is replicated.
 
     Args:
-        is_vector: whether the parameter is replicated over the rows of the grid, as biases and norms are, and not only
-            over its depth.
+        is_replicated_over_rows: whether the parameter is replicated over the rows of the grid, as biases and norms are,
+            and not only over its depth.
     """
-    return (grid.along("row"), grid.along("depth")) if is_vector else (grid.along("depth"),)
+    return (grid.along("row"), grid.along("depth")) if is_replicated_over_rows else (grid.along("depth"),)

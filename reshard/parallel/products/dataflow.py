@@ -93,20 +93,20 @@ class LayerProducts:
     Args:
         shape: sizes of the weight.
         tokens: number of tokens of each row of the grid.
-        cuts_in: whether P is the input dim of the layer.
+        rows_shard_input: whether P is the input dim of the layer.
         keeps_input: whether the forward keeps what it gathers.
     """
 
     shape: ProductShape
     tokens: tuple[int, ...]
-    cuts_in: bool
+    rows_shard_input: bool
     keeps_input: bool = False
 
     @property
     def kinds(self) -> tuple[ProductKind, ProductKind, ProductKind]:
         """The kinds of the products, in the order of :class:`Dataflows`."""
         ahead, back = ProductKind.CONTRACT_P, ProductKind.CONTRACT_Q
-        return (*((ahead, back) if self.cuts_in else (back, ahead)), ProductKind.CONTRACT_TOKENS)
+        return (*((ahead, back) if self.rows_shard_input else (back, ahead)), ProductKind.CONTRACT_TOKENS)
 
     def shares_input(self, flows: Dataflows) -> bool:
         """Whether the weight gradient uses the all-gather of the forward."""
@@ -119,7 +119,7 @@ class LayerProducts:
     def gathers_first(self, flows: Dataflows) -> tuple[bool, bool]:
         """Whether another product has gathered X, and Z, when the weight gradient is computed."""
         of_input, of_gradient = self.shares_input(flows), self.shares_gradient(flows)
-        return (of_input, of_gradient) if self.cuts_in else (of_gradient, of_input)
+        return (of_input, of_gradient) if self.rows_shard_input else (of_gradient, of_input)
 
     def received(self, flows: Dataflows) -> list[np.ndarray]:
         """Elements that each rank receives in each product, ``[row, col]``."""
@@ -137,7 +137,7 @@ class LayerProducts:
         """Elements that the busiest rank gathers of the input, and keeps until the backward."""
         if not self.shares_input(flows):
             return 0
-        return int(_Sizes(self.shape, self.tokens).gathered(flows.forward, is_x=self.cuts_in).max())
+        return int(_Sizes(self.shape, self.tokens).gathered(flows.forward, is_x=self.rows_shard_input).max())
 
     @property
     def dataflows(self) -> Dataflows:

@@ -111,25 +111,10 @@ class Pieces:
     start: np.ndarray
     stop: np.ndarray
 
-    @classmethod
-    def join(cls, parts: Sequence[Pieces]) -> Pieces:
-        """Concatenate pieces. Chunks, classes and host classes are numbered on from part to part."""
-
-        def number_on(name: str) -> np.ndarray:
-            columns = [getattr(part, name) for part in parts]
-            before = np.cumsum([0] + [int(column.max(initial=-1)) + 1 for column in columns])[:-1]
-            return np.concatenate([column + number for column, number in zip(columns, before, strict=True)])
-
-        return cls(
-            chunk=number_on("chunk"),
-            class_of=number_on("class_of"),
-            host_class_of=number_on("host_class_of"),
-            nbytes=np.concatenate([part.nbytes for part in parts]),
-            at=np.concatenate([[0], np.cumsum(np.concatenate([np.diff(part.at) for part in parts]))]),
-            tensor=np.concatenate([part.tensor for part in parts]),
-            start=np.concatenate([part.start for part in parts]),
-            stop=np.concatenate([part.stop for part in parts]),
-        )
+    @property
+    def boxes(self) -> Boxes:
+        """The boxes of each piece."""
+        return Boxes(self.at, self.tensor, self.start, self.stop)
 
     def __len__(self) -> int:
         return len(self.chunk)
@@ -203,7 +188,7 @@ def cut_pieces(
 
 
 @dataclass(frozen=True, eq=False)
-class _Boxes:
+class Boxes:
     """Boxes of rows: row i has boxes ``at[i]:at[i + 1]`` of ``tensor``, ``start`` and ``stop``."""
 
     at: np.ndarray
@@ -211,10 +196,20 @@ class _Boxes:
     start: np.ndarray
     stop: np.ndarray
 
+    @classmethod
+    def join(cls, parts: Sequence[Boxes]) -> Boxes:
+        """Concatenate rows."""
+        return cls(
+            at=np.concatenate([[0], np.cumsum(np.concatenate([np.diff(part.at) for part in parts]))]),
+            tensor=np.concatenate([part.tensor for part in parts]),
+            start=np.concatenate([part.start for part in parts]),
+            stop=np.concatenate([part.stop for part in parts]),
+        )
+
 
 def _cut_boxes(
     problem: PlanProblem, classes: Classes, class_of: np.ndarray, lo: np.ndarray, hi: np.ndarray, per_slice: np.ndarray
-) -> _Boxes:
+) -> Boxes:
     """The boxes of elements ``lo:hi`` of the concatenated tasks of each class.
 
     Args:
@@ -271,7 +266,7 @@ def _flat_boxes(
     start: np.ndarray,
     stop: np.ndarray,
     num_pieces: int,
-) -> _Boxes:
+) -> Boxes:
     """The boxes of element ranges of tasks, where elements are numbered in C order.
 
     Works from the innermost dim outwards. A partial slice at the start or end of a range becomes a box. The whole
@@ -316,7 +311,7 @@ def _flat_boxes(
     order = (
         np.lexsort((*(first[:, d] for d in range(ndim - 1, -1, -1)), of, owner)) if len(columns) > 1 else slice(None)
     )
-    return _Boxes(
+    return Boxes(
         at=np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_pieces))]),
         tensor=problem.tensor[task[of[order]]],
         start=first[order],

@@ -32,10 +32,12 @@ class Part:
 
     Attributes:
         problem: its tasks, with ranks, hosts and pods numbered from 0.
+        host_classes: the host classes of the problem.
         ranks: the rank of each number.
     """
 
     problem: PlanProblem
+    host_classes: HostClasses
     ranks: np.ndarray
 
 
@@ -64,12 +66,9 @@ def split_by_ports(problem: PlanProblem, max_together: int = MAX_TOGETHER) -> li
         loads = single.join(size)
         if loads.seconds(topology, *rates) <= limit:
             parts = list(_cut(problem, classes, part_of // size, loads.shares(topology)))
-            return parts if all(_busiest_seconds(part.problem) <= limit for part in parts) else []
+            times = (busiest_port_seconds(part.problem.topology, part.host_classes) for part in parts)
+            return parts if max(times) <= limit else []
     return []
-
-
-def _busiest_seconds(problem: PlanProblem) -> float:
-    return busiest_port_seconds(problem.topology, HostClasses.of(Classes.of(problem), problem.topology))
 
 
 def _rates(port: Port) -> tuple[float, float]:
@@ -82,7 +81,7 @@ def _number_parts(classes: Classes, topology: Topology) -> tuple[np.ndarray, int
     Parts are numbered in the order of their first ports.
     """
     num_nics = max(len(host.nics) for host in topology.hosts)
-    port = topology.host_by_rank * num_nics + np.array(topology.nic_of_rank, dtype=np.int64)
+    port = topology.host_by_rank * num_nics + topology.nic_by_rank
     senders, receivers = (port[table[table != NO_RANK]] for table in (classes.holders, classes.receivers))
     num_pairs = len(distinct_values(senders)) * len(distinct_values(receivers))
     ranks = np.concatenate([classes.holders, classes.receivers], axis=1)
@@ -202,18 +201,17 @@ def _cut(
             holders=renumber(holders),
             destinations=renumber(destinations),
         )
-        yield Part(part, ranks)
+        yield Part(part, HostClasses.of(Classes.of(part), part.topology), ranks)
 
 
 def _topology_of(topology: Topology, ranks: np.ndarray, uplinks: tuple[Port, ...]) -> Topology:
     """The part of a topology with these ranks, their NICs, hosts and pods, numbered from 0, and the given uplinks."""
-    nic_by_rank = np.array(topology.nic_of_rank, dtype=np.int64)
     hosts, host_of = np.unique(topology.host_by_rank[ranks], return_inverse=True)
     pods = sorted({topology.host(h).pod or 0 for h in hosts.tolist()})
     described, nic_of = [], np.zeros(len(ranks), dtype=np.int64)
     for number, old in enumerate(hosts.tolist()):
         here = np.flatnonzero(host_of == number)
-        nics, nic_of[here] = np.unique(nic_by_rank[ranks[here]], return_inverse=True)
+        nics, nic_of[here] = np.unique(topology.nic_by_rank[ranks[here]], return_inverse=True)
         host = topology.host(old)
         described.append(Host(tuple(host.nics[nic] for nic in nics), pod=pods.index(host.pod or 0)))
     return replace(

@@ -9,7 +9,7 @@ import numpy as np
 
 from reshard.errors import ArgumentError
 from reshard.plan import Transfers
-from reshard.planner.multicast.classes import MIN_SLICES, Classes, Pieces, cut_pieces
+from reshard.planner.multicast.classes import MIN_SLICES, Boxes, Classes, Pieces, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
 from reshard.planner.multicast.native_schedule import Schedule, interleave, make_schedule
 from reshard.planner.multicast.parts import MAX_TOGETHER, Part, split_by_ports
@@ -30,8 +30,8 @@ _UNLIMITED_LEAD = 2**20
 _RATE_TOLERANCE = 0.04
 #: Limit on scheduling steps, which take a few seconds. Above it, regions are broadcast in rotation.
 _MAX_STEPS = 2 * 10**9
-#: With more scheduling steps, chunks from one host to all others pass in a fixed pattern. It takes up to three slots
-#: more than the scheduler, of hundreds.
+#: With more scheduling steps, chunks from one host to all others pass in a fixed pattern, which takes up to three slots
+#: more than the scheduler. A plan has hundreds of slots.
 _MAX_MATCHED = 5 * 10**7
 #: Limit on hosts, since the scheduler keeps a counter per pair of hosts. Above it regions are broadcast in rotation.
 _MAX_HOSTS = 8192
@@ -92,7 +92,7 @@ def schedule_chunks(
     elif workload.num_steps > _MAX_STEPS:
         return broadcast_in_rotation(problem)
     workload = replace(workload, near_first=near_first, keeps_partners=keeps_partners)
-    return _to_transfers(problem, pieces, _schedule(problem, ports, workload))
+    return _to_transfers(problem, pieces.boxes, _schedule(problem, ports, workload))
 
 
 def _schedule(problem: PlanProblem, ports: Ports, workload: Workload) -> Schedule:
@@ -103,9 +103,9 @@ def _schedule(problem: PlanProblem, ports: Ports, workload: Workload) -> Schedul
 def _schedule_parts(problem: PlanProblem, parts: Sequence[Part], near_first: bool, keeps_partners: bool) -> Transfers:
     """The transfers of all parts; parts with equal workloads have one schedule."""
     known: dict[object, Schedule] = {}
-    schedules, pieces = [], []
+    schedules, boxes = [], []
     for part in parts:
-        workload, cut = make_workload(part.problem)
+        workload, pieces = make_workload(part.problem, part.host_classes)
         workload = replace(workload, near_first=near_first, keeps_partners=keeps_partners)
         ports = ports_of(part.problem, range(len(part.ranks)))
         key = ports, workload.key
@@ -113,8 +113,8 @@ def _schedule_parts(problem: PlanProblem, parts: Sequence[Part], near_first: boo
             known[key] = _schedule(part.problem, ports, workload)
         made = known[key]
         schedules.append(replace(made, sender=part.ranks[made.sender], receiver=part.ranks[made.receiver]))
-        pieces.append(cut)
-    return _to_transfers(problem, Pieces.join(pieces), interleave(schedules, [len(cut) for cut in pieces]))
+        boxes.append(pieces.boxes)
+    return _to_transfers(problem, Boxes.join(boxes), interleave(schedules, [len(part.at) - 1 for part in boxes]))
 
 
 def multicast_near(problem: PlanProblem) -> Routes | Transfers:
@@ -223,7 +223,7 @@ def ports_of(problem: PlanProblem, ranks: Collection[int] | None = None) -> Port
 
     Args:
         problem: the problem.
-        ranks: those that participate; None: the ranks of all tensors.
+        ranks: ranks that participate; None: the ranks of all tensors.
     """
     topology = problem.topology
     if ranks is None:
@@ -267,13 +267,13 @@ def _snap_rates(rates: list[float]) -> dict[float, float]:
     return snapped
 
 
-def _to_transfers(problem: PlanProblem, pieces: Pieces, schedule: Schedule) -> Transfers:
+def _to_transfers(problem: PlanProblem, boxes: Boxes, schedule: Schedule) -> Transfers:
     host = problem.topology.host_by_rank
     return Transfers.unchecked(
-        box_at=pieces.at,
-        box_tensor=pieces.tensor,
-        box_start=pieces.start,
-        box_stop=pieces.stop,
+        box_at=boxes.at,
+        box_tensor=boxes.tensor,
+        box_start=boxes.start,
+        box_stop=boxes.stop,
         region=schedule.piece,
         edge_at=np.arange(len(schedule.piece) + 1),
         sender=schedule.sender,

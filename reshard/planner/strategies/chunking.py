@@ -29,8 +29,8 @@ WINDOW = 8
 INSIDE_WINDOW = 4
 TREE_WINDOW = 2
 MIN_STAGING_BYTES = 2**16
-#: No chunk is larger than ``staging_bytes / STAGING_PARTS``. A rank can then stage two sends of a queue, which may use
-#: a quarter of the staging, and four receives, which may use half.
+#: Packed and staged chunks are at most ``staging_bytes / STAGING_PARTS``. A rank can then stage two sends of a queue,
+#: which may use a quarter of the staging, and four receives, which may use half.
 STAGING_PARTS = 8
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from reshard.errors import PlanError
+from reshard.errors import PlanError, ResourceError
 from reshard.runtime.array_bytes import digest_concatenated, flat_bytes
 from reshard.runtime.cpu.box_tables import tabulate_buffers
 from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
@@ -37,6 +37,7 @@ from reshard.runtime.cpu.staging import CastSource, Staging, copy_into, view_of
 from reshard.runtime.cpu.verification import TransferDigests, is_copy_of
 from reshard.runtime.program import Event, LocalBox, Part, RankProgram, Recv, Send
 from reshard.runtime.transport import Transport, Work, join, wait_for
+from reshard.threads import start_thread
 
 #: Interval between calls of ``check`` while a queue has no posted operation to wait for.
 POLL_SECONDS = 0.2
@@ -123,7 +124,7 @@ class _Execution:
         threads = []
         if self.encoders:
             threads.append(threading.Thread(target=self.encode, name="reshard-encode", daemon=True))
-            threads[0].start()
+            start_thread(threads[0])
         with self.lock:
             self.post()
         for copy in self.program.copies:
@@ -138,8 +139,13 @@ class _Execution:
         queues = [queue for queue in self.queues if queue.ops]
         self.num_threads = len(queues)
         for queue in queues[1:]:
-            threads.append(threading.Thread(target=self.drain, args=(queue,), name="reshard-queue", daemon=True))
-            threads[-1].start()
+            thread = threading.Thread(target=self.drain, args=(queue,), name="reshard-queue", daemon=True)
+            try:
+                start_thread(thread)
+            except ResourceError as error:
+                self.stop(error)
+                break
+            threads.append(thread)
         if queues:
             self.drain(queues[0])
         for thread in threads:

@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 
 from reshard import _native
+from reshard.errors import ResourceError
 from reshard.forks import keep_in_child
 from reshard.runtime.memory_file import create_memory_file, name_machine, open_memory_file
 from reshard.runtime.transport.descriptors import has_descriptors
 
 #: Smallest message that goes through shared memory. Smaller ones go over sockets, which their sender need not wait for.
-SHARED_BYTES = 2**18 + 1
+MIN_SHARED_BYTES = 2**18 + 1
 #: Set it to "0", on any rank, and that rank shares no memory.
 SWITCH = "RESHARD_SHARED_MEMORY"
 #: Most ranks of a host. Each maps the segments of all others.
@@ -48,7 +49,7 @@ class SharedMemory:
 
     def carries(self, rank: int, nbytes: int) -> bool:
         """Whether a message of so many bytes, to or from a rank, goes this way. Both ends get the same answer."""
-        return nbytes >= SHARED_BYTES and rank in self._numbers
+        return nbytes >= MIN_SHARED_BYTES and rank in self._numbers
 
     def send(self, boxes: np.ndarray, arrays: Any, rank: int, tag: int) -> _Work:
         """Start sending boxes, which must not change until the work is finished.
@@ -64,7 +65,13 @@ class SharedMemory:
         return self._post(self._rings.recv, boxes, arrays, rank, tag)
 
     def _post(self, post: Any, boxes: np.ndarray, arrays: Any, rank: int, tag: int) -> _Work:
-        work = _Work(self, post(self._numbers[rank], tag, boxes), arrays)
+        try:
+            work = _Work(self, post(self._numbers[rank], tag, boxes), arrays)
+        except MemoryError:
+            raise ResourceError(
+                f"there is too little memory on this host for 1 MiB that is shared with rank {rank}; {SWITCH}=0 in the "
+                "environment sends all messages over sockets"
+            ) from None
         self._kept[id(work)] = work
         return work
 
@@ -144,7 +151,7 @@ def _map_segments(
     nbytes = _native.ring_segment_bytes(len(neighbours))
     rings: Any = None
     numbers: dict[int, int] = {}
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, MemoryError):
         rings = keep_in_child(_native.Rings(_native.map_shared(descriptor, 0, nbytes), neighbours.index(own)))
     for number, member in enumerate(neighbours if rings is not None else ()):
         if member == own:

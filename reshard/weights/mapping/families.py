@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from reshard.errors import ArgumentError
-from reshard.weights.mapping.parts import Made
+from reshard.weights.mapping.parts import ComposedTensor
 from reshard.weights.mapping.rules import (
     Concatenate,
     Drop,
@@ -84,11 +84,7 @@ GROUPS: tuple[tuple[Rule, ...], ...] = (
     *_STACKED,
     *map(inverted, _STACKED),
     tuple(Transpose(f"{{p}}.{name}.weight") for name in ("c_attn", "c_proj", "c_fc")),  # GPT-2
-    *(
-        (kind(name),)
-        for kind in (Pad, Trim)
-        for name in ("{p}.embed_tokens.weight", "lm_head.weight", "{p}.wte.weight")
-    ),
+    *((kind(name),) for kind in (Pad, Trim) for name in VOCABULARY),
 )
 
 #: Buffers that a model computes by itself. They are dropped where the destination does not have them.
@@ -192,7 +188,7 @@ def original_llama(head_dim: int) -> tuple[Rule, ...]:
 
 def find_rules(
     given: Sequence[Rule] | None, shapes: Shapes, wanted: Shapes
-) -> tuple[tuple[Rule, ...], dict[str, Made]]:
+) -> tuple[tuple[Rule, ...], dict[str, ComposedTensor]]:
     """The rules between two models, and what they make of the tensors of the source.
 
     Args:
@@ -205,7 +201,7 @@ def find_rules(
     """
     if given is not None:
         return tuple(given), apply_rules(given, shapes, wanted)
-    made = {name: Made.of(name, shape) for name, shape in shapes.items()}
+    made = {name: ComposedTensor.of(name, shape) for name, shape in shapes.items()}
     chosen: list[Rule] = []
     for group in GROUPS:
         if len(_fitting(made, wanted)) == len(wanted):
@@ -228,6 +224,6 @@ def find_rules(
     return tuple(chosen), made
 
 
-def _fitting(made: Mapping[str, Made], wanted: Shapes) -> set[str]:
+def _fitting(made: Mapping[str, ComposedTensor], wanted: Shapes) -> set[str]:
     """The names of the destination that have their tensor."""
     return {name for name, shape in wanted.items() if name in made and made[name].shape == shape}

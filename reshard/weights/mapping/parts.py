@@ -13,7 +13,7 @@ from reshard.errors import ArgumentError
 Region = tuple[range, ...]
 
 
-def meet(first: range, second: range) -> range:
+def intersect(first: range, second: range) -> range:
     """The numbers in both ranges, whose steps are positive."""
     if not first or not second:
         return range(0)
@@ -62,23 +62,23 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Made:
+class ComposedTensor:
     """A tensor that rules have made, from parts of source tensors."""
 
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
     @classmethod
-    def of(cls, name: str, shape: tuple[int, ...]) -> Made:
+    def of(cls, name: str, shape: tuple[int, ...]) -> ComposedTensor:
         """A source tensor itself."""
         whole, dims = _whole(shape)
         return cls(shape, (Part(name, whole, whole, dims),))
 
-    def cut(self, dim: int, wanted: range) -> Made:
+    def cut(self, dim: int, wanted: range) -> ComposedTensor:
         """The slices at some indices along a dim."""
         parts = []
         for part in self.parts:
-            kept = meet(part.place[dim], wanted)
+            kept = intersect(part.place[dim], wanted)
             if kept:
                 region = list(part.region)
                 if dim in part.dims:
@@ -86,7 +86,7 @@ class Made:
                     region[source] = pick(region[source], positions(kept, part.place[dim]))
                 place = _at(part.place, dim, positions(kept, wanted))
                 parts.append(Part(part.source, tuple(region), place, part.dims))
-        return Made((*self.shape[:dim], len(wanted), *self.shape[dim + 1 :]), tuple(parts))
+        return ComposedTensor((*self.shape[:dim], len(wanted), *self.shape[dim + 1 :]), tuple(parts))
 
     def placed(self, dim: int, at: range) -> tuple[Part, ...]:
         """The parts, with the slices along a dim moved to other indices."""
@@ -95,7 +95,7 @@ class Made:
             for part in self.parts
         )
 
-    def with_dim(self, dim: int) -> Made:
+    def with_dim(self, dim: int) -> ComposedTensor:
         """The same with a new dim of size 1."""
         parts = tuple(
             Part(
@@ -106,17 +106,17 @@ class Made:
             )
             for part in self.parts
         )
-        return Made((*self.shape[:dim], 1, *self.shape[dim:]), parts)
+        return ComposedTensor((*self.shape[:dim], 1, *self.shape[dim:]), parts)
 
-    def without_dim(self, dim: int) -> Made:
+    def without_dim(self, dim: int) -> ComposedTensor:
         """The same without a dim of size 1. That dim of a source gets no dim of the made tensor."""
         parts = []
         for part in self.parts:
             dims = tuple(-1 if other == dim else other - (other > dim) for other in part.dims)
             parts.append(Part(part.source, part.region, (*part.place[:dim], *part.place[dim + 1 :]), dims))
-        return Made((*self.shape[:dim], *self.shape[dim + 1 :]), tuple(parts))
+        return ComposedTensor((*self.shape[:dim], *self.shape[dim + 1 :]), tuple(parts))
 
-    def transposed(self) -> Made:
+    def transposed(self) -> ComposedTensor:
         """The same with its two dims exchanged."""
         parts = tuple(
             Part(
@@ -127,7 +127,7 @@ class Made:
             )
             for part in self.parts
         )
-        return Made(self.shape[::-1], parts)
+        return ComposedTensor(self.shape[::-1], parts)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -140,7 +140,7 @@ def _at(region: Region, dim: int, indices: range) -> Region:
     return (*region[:dim], indices, *region[dim + 1 :])
 
 
-def join_tensors(tensors: Sequence[Made], dim: int, what: str) -> Made:
+def join_tensors(tensors: Sequence[ComposedTensor], dim: int, what: str) -> ComposedTensor:
     """Tensors one after the other along a dim.
 
     Args:
@@ -158,10 +158,10 @@ def join_tensors(tensors: Sequence[Made], dim: int, what: str) -> Made:
             raise ArgumentError(f"{what}: shapes {list(first)} and {list(tensor.shape)} do not join along dim {dim}")
         parts += tensor.placed(dim, range(size, size + tensor.shape[dim]))
         size += tensor.shape[dim]
-    return Made((*first[:dim], size, *first[dim + 1 :]), tuple(parts))
+    return ComposedTensor((*first[:dim], size, *first[dim + 1 :]), tuple(parts))
 
 
-def compose_parts(view: Made, base: Made) -> Made:
+def compose_parts(view: ComposedTensor, base: ComposedTensor) -> ComposedTensor:
     """A view of a made tensor, from the parts of that.
 
     Args:
@@ -171,7 +171,7 @@ def compose_parts(view: Made, base: Made) -> Made:
     parts = []
     for part in view.parts:
         for inner in base.parts:
-            overlap = tuple(map(meet, part.region, inner.place))
+            overlap = tuple(map(intersect, part.region, inner.place))
             if not all(overlap):
                 continue
             region, dims, place = list(inner.region), [-1] * len(inner.dims), list(part.place)
@@ -183,4 +183,4 @@ def compose_parts(view: Made, base: Made) -> Made:
                 if dim >= 0:
                     place[dim] = pick(part.place[dim], positions(overlap[place_dim], part.region[place_dim]))
             parts.append(Part(inner.source, tuple(region), tuple(place), tuple(dims)))
-    return Made(view.shape, tuple(parts))
+    return ComposedTensor(view.shape, tuple(parts))

@@ -15,7 +15,7 @@ from reshard.arguments import check_fields
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 from reshard.sharding import MAX_NDIM
-from reshard.weights.mapping.parts import Made, Part, join_tensors
+from reshard.weights.mapping.parts import ComposedTensor, Part, join_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -44,7 +44,7 @@ class Rename(_Rule):
         """The rule that undoes this one."""
         return Rename(self.target, self.source)
 
-    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+    def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """Replace tensors by what the rule makes of them; ``wanted`` has the shapes of the destination."""
         renamed = [(_fill(self.target, filled), made.pop(name)) for name, filled in match_names(self.source, made)]
         for name, tensor in renamed:
@@ -71,7 +71,7 @@ class Concatenate(_Rule):
         """See :meth:`Rename.inverse`."""
         return Split(self.target, self.sources, self.dim)
 
-    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+    def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         for _, filled in match_names(self.sources[0], made):
             names = [_fill(source, filled) for source in self.sources]
@@ -94,7 +94,7 @@ class Split(_Rule):
         """See :meth:`Rename.inverse`."""
         return Concatenate(self.targets, self.source, self.dim)
 
-    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+    def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         for name, filled in match_names(self.source, made):
             names = _fill_wanted(self, self.targets, filled, wanted)
@@ -122,7 +122,7 @@ class Stack(_Rule):
         """See :meth:`Rename.inverse`."""
         return Unstack(self.target, self.source, self.dim)
 
-    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+    def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         number = _number_of(self.source)
         by_target: dict[str, dict[int, str]] = {}
@@ -147,7 +147,7 @@ class Unstack(_Rule):
         """See :meth:`Rename.inverse`."""
         return Stack(self.target, self.source, self.dim)
 
-    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+    def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         number = _number_of(self.target)
         for name, filled in match_names(self.source, made):
@@ -168,7 +168,7 @@ class Transpose(_Rule):
         """See :meth:`Rename.inverse`."""
         return self
 
-    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+    def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         for name, _ in match_names(self.name, made):
             if len(made[name].shape) != 2:
@@ -188,14 +188,14 @@ class Pad(_Rule):
         """See :meth:`Rename.inverse`."""
         return Trim(self.name, self.dim)
 
-    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+    def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         for name, _ in match_names(self.name, made):
             shape = made[name].shape
             _check_dim(self, self.dim, shape)
             if name in wanted and len(wanted[name]) == len(shape) and wanted[name][self.dim] >= shape[self.dim]:
                 longer = (*shape[: self.dim], wanted[name][self.dim], *shape[self.dim + 1 :])
-                made[name] = Made(longer, made[name].parts)
+                made[name] = ComposedTensor(longer, made[name].parts)
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Trim(_Rule):
         """See :meth:`Rename.inverse`."""
         return Pad(self.name, self.dim)
 
-    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+    def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         for name, _ in match_names(self.name, made):
             shape = made[name].shape
@@ -230,7 +230,7 @@ class Drop(_Rule):
         """See :meth:`Rename.inverse`. What was dropped cannot come back."""
         return self
 
-    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+    def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         for name, _ in match_names(self.name, made):
             del made[name]
@@ -263,7 +263,7 @@ class Rope(_Rule):
         """See :meth:`Rename.inverse`."""
         return Rope(self.name, self.head_dim, "pairs" if self.to == "halves" else "halves")
 
-    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+    def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         for name, _ in match_names(self.name, made):
             whole = made[name]
@@ -277,7 +277,7 @@ class Rope(_Rule):
                     run = range(head + turn * half, head + (turn + 1) * half)
                     given, placed = (pair, run) if self.to == "halves" else (run, pair)
                     parts += whole.cut(0, given).placed(0, placed)
-            made[name] = Made(whole.shape, tuple(parts))
+            made[name] = ComposedTensor(whole.shape, tuple(parts))
 
 
 @dataclass(frozen=True)
@@ -303,7 +303,7 @@ class GroupHeads(_Rule):
         """See :meth:`Rename.inverse`."""
         return UngroupHeads(self.target, self.sources, self.groups)
 
-    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+    def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         for _, filled in match_names(self.sources[0], made):
             names = [_fill(source, filled) for source in self.sources]
@@ -337,7 +337,7 @@ class UngroupHeads(_Rule):
         """See :meth:`Rename.inverse`."""
         return GroupHeads(self.targets, self.source, self.groups)
 
-    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+    def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         for name, filled in match_names(self.source, made):
             names = _fill_wanted(self, self.targets, filled, wanted)
@@ -401,7 +401,7 @@ def rules_from_json(given: Sequence[Mapping[str, Any]]) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[str, Made]:
+def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[str, ComposedTensor]:
     """What rules make of the tensors of a source.
 
     Args:
@@ -412,18 +412,34 @@ def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[s
     Raises:
         ArgumentError: a rule does not fit the tensors.
     """
-    made = {name: Made.of(name, shape) for name, shape in shapes.items()}
-    wanted_after = [wanted]  # by the names before later rules rename them
-    for rule in reversed(rules):
-        if not isinstance(rule, Rule):
-            raise ArgumentError(f"{rule!r:.60} is not a rule of reshard.weights.mapping.rules")
-        wanted_after.append(rule.wanted_before(wanted_after[-1]))
-    for rule, after in zip(rules, reversed(wanted_after[:-1]), strict=True):
+    made = {name: ComposedTensor.of(name, shape) for name, shape in shapes.items()}
+    for rule, after in _with_wanted(rules, wanted):
         rule.apply(made, after)
     return made
 
 
-def _put(made: dict[str, Made], name: str, tensor: Made, rule: Any) -> None:
+def find_idle_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> list[Rule]:
+    """The rules that change nothing, for example because their patterns fit no tensor; see :func:`apply_rules`."""
+    made, idle = {name: ComposedTensor.of(name, shape) for name, shape in shapes.items()}, []
+    for rule, after in _with_wanted(rules, wanted):
+        before = dict(made)
+        rule.apply(made, after)
+        if made.keys() == before.keys() and all(made[name] is before[name] for name in made):
+            idle.append(rule)
+    return idle
+
+
+def _with_wanted(rules: Sequence[Rule], wanted: Shapes) -> list[tuple[Rule, Shapes]]:
+    """Each rule with the shapes of the destination, by the names before later rules rename them."""
+    wanted_after = [wanted]
+    for rule in reversed(rules):
+        if not isinstance(rule, Rule):
+            raise ArgumentError(f"{rule!r:.60} is not a rule of reshard.weights.mapping.rules")
+        wanted_after.append(rule.wanted_before(wanted_after[-1]))
+    return list(zip(rules, reversed(wanted_after[:-1]), strict=True))
+
+
+def _put(made: dict[str, ComposedTensor], name: str, tensor: ComposedTensor, rule: Any) -> None:
     """Add a tensor under a name that no other one has."""
     if name in made:
         raise ArgumentError(f"{rule}: there is a tensor {name!r} already")

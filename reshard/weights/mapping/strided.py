@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.errors import ArgumentError
-from reshard.weights.mapping.parts import Made, Part
+from reshard.weights.mapping.parts import ComposedTensor, Part
 
 #: A view that takes more separate regions of a tensor than this is refused.
 MAX_PARTS = 1 << 16
@@ -35,7 +35,7 @@ class _Run:
 
 def view_of_tensor(
     name: str, base_shape: Sequence[int], shape: Sequence[int], strides: Sequence[int], offset: int
-) -> Made:
+) -> ComposedTensor:
     """A view, as regions of a contiguous tensor.
 
     Args:
@@ -49,7 +49,7 @@ def view_of_tensor(
         ArgumentError: the view shows an element twice, or its elements are no slices along dims of the tensor.
     """
     if math.prod(shape) == 0:
-        return Made(tuple(shape), ())
+        return ComposedTensor(tuple(shape), ())
     base_strides = [math.prod(base_shape[dim + 1 :]) for dim in range(len(base_shape))]
     runs = [
         run
@@ -64,7 +64,7 @@ def view_of_tensor(
         reach = sum(run.step * (run.count - 1) for run in runs if run.base_dim == len(first) - 1)
         if index + reach >= size:
             raise ArgumentError(f"a view of {name!r} takes elements that are no slices of its dims")
-    return Made(tuple(shape), _parts_of(name, runs, first, len(shape)))
+    return ComposedTensor(tuple(shape), _parts_of(name, runs, first, len(shape)))
 
 
 def _find_runs(dim: int, count: int, stride: int, base_shape: Sequence[int], base_strides: Sequence[int]) -> list[_Run]:

@@ -29,8 +29,9 @@ from reshard.coordination import (
 )
 from reshard.coordination.groups.process_group import own_client
 from reshard.coordination.groups.store import ForeignValueError, Store
-from reshard.errors import ArgumentError, RemoteError, ReshardError
+from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError
 from reshard.formatting import brief
+from reshard.threads import start_thread
 from reshard.weights.membership.mailbox import Mailbox, Message, Outbox
 from reshard.weights.membership.roster import Roster, ranks_store
 
@@ -221,6 +222,9 @@ class Team:
             act: function that the thread calls with each message.
             fail: function that it calls with the error that ends the thread, or the calls of this team.
             end: function that it calls at the end, in any case.
+
+        Raises:
+            ResourceError: the system allows no further thread.
         """
         mailbox = Mailbox(self.raw, self.address(self.rank))
         Monitor.of(self.inner_group())  # shows others that this process lives
@@ -246,7 +250,11 @@ class Team:
                         self._inner.close()
 
         self._thread = threading.Thread(target=run, name=f"reshard-{self.kind}", daemon=True)
-        self._thread.start()
+        try:
+            start_thread(self._thread)
+        except ResourceError:
+            self.inner_group().close()
+            raise
         atexit.register(self.close)
 
     def close(self) -> None:

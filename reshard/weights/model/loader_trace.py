@@ -16,7 +16,7 @@ import torch
 
 from reshard.errors import ArgumentError
 from reshard.runtime.torch_compat import TorchDispatchMode, tree_leaves
-from reshard.weights.mapping.parts import Made, compose_parts, join_tensors
+from reshard.weights.mapping.parts import ComposedTensor, compose_parts, join_tensors
 from reshard.weights.mapping.strided import view_of_tensor
 from reshard.weights.model.pieces import Side
 
@@ -75,10 +75,10 @@ class _Root:
     """
 
     tensor: torch.Tensor
-    made: Made
+    made: ComposedTensor
     dtypes: tuple[torch.dtype, ...]
 
-    def view(self, tensor: torch.Tensor) -> Made:
+    def view(self, tensor: torch.Tensor) -> ComposedTensor:
         """The regions of the checkpoint that a view consists of."""
         shown = view_of_tensor("", self.tensor.shape, tensor.shape, tensor.stride(), tensor.storage_offset())
         return compose_parts(shown, self.made)
@@ -128,7 +128,7 @@ class _Trace(TorchDispatchMode):
         """The tensors of the checkpoint."""
         for name, (shape, dtype) in given.items():
             self.last = name
-            yield name, self._add(Made.of(name, shape), (dtype,))
+            yield name, self._add(ComposedTensor.of(name, shape), (dtype,))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -204,7 +204,7 @@ class _Trace(TorchDispatchMode):
                 return ParameterRegion(name, tuple(view.shape), view.stride(), first - begin)
         raise ArgumentError("load_weights writes outside of the parameters, so it cannot be recorded")
 
-    def _add(self, made: Made, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    def _add(self, made: ComposedTensor, dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
         tensor = torch.empty(made.shape, dtype=dtypes[-1], device="meta")
         self._roots[_storage_of(tensor)] = _Root(tensor, made, dtypes)
         return tensor.view(made.shape)

@@ -14,11 +14,11 @@ import torch
 from reshard.api.arrays.casts import check_cast
 from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
-from reshard.formatting import count_of
+from reshard.formatting import count_of, did_you_mean
 from reshard.sharding import Box, RegionLayout, Shards, TensorSpec, cut_shards
 from reshard.weights.mapping.families import find_rules
-from reshard.weights.mapping.parts import Part, Region, meet, pick, positions
-from reshard.weights.mapping.rules import Rule
+from reshard.weights.mapping.parts import Part, Region, intersect, pick, positions
+from reshard.weights.mapping.rules import Rule, find_idle_rules
 from reshard.weights.model.holdings import join_dim
 from reshard.weights.model.manifest import Entry, Manifest
 
@@ -74,7 +74,7 @@ class Side:
 
 
 def _overlap(box: Box, region: Region) -> Region:
-    return tuple(meet(range(lo, hi), indices) for (lo, hi), indices in zip(box, region, strict=True))
+    return tuple(intersect(range(lo, hi), indices) for (lo, hi), indices in zip(box, region, strict=True))
 
 
 @functools.lru_cache(maxsize=8192)
@@ -179,9 +179,13 @@ def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
         if names
     ]
     if unmatched:
+        idle = [] if target.rules is None else find_idle_rules(target.rules, shapes, wanted)
+        advice = [did_you_mean(missing[0], extra) if missing else ""]
+        if idle:
+            advice.append(f"; {count_of(len(idle), 'rule')} changed nothing: {', '.join(map(str, idle[:MAX_NAMES]))}")
         raise ArgumentError(
-            f"{what}: {', and '.join(unmatched)}; if the sides name or divide the same weights in different ways, say "
-            "how by rules=, for example with weights.Rename or weights.Drop"
+            f"{what}: {', and '.join(unmatched)}{''.join(advice)}; if the sides name or divide the same weights in "
+            "different ways, say how by rules=, for example with weights.Rename or weights.Drop"
         )
     if not pieces:
         raise ArgumentError(f"{what} has no tensors")
@@ -253,7 +257,7 @@ def compose(held: Sequence[Piece], wanted: Sequence[Piece]) -> list[Piece]:
     joined = []
     for piece in wanted:
         for other in of_source.get(piece.source.name, {}).values():
-            overlap = tuple(map(meet, piece.source.region, other.source.region))
+            overlap = tuple(map(intersect, piece.source.region, other.source.region))
             if all(overlap):
                 along = [dim for dim in piece.source.dims if dim in other.source.dims]
                 shape = tuple(len(overlap[dim]) for dim in along)

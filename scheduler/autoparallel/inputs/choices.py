@@ -74,7 +74,7 @@ class Choice:
         return cls(rows * cols, zero, recompute, (rows, cols, depth))
 
     @property
-    def way(self) -> tuple[int, int, GridShape]:
+    def stage_key(self) -> tuple[int, int, GridShape]:
         """The properties that ``Pipe`` needs to be equal for all layers of a stage."""
         return self.tp, self.zero, self.grid
 
@@ -241,7 +241,7 @@ class ChoiceRules:
         """Choices in groups that the layers of one stage may mix. Layers on a grid are never mixed with others."""
         groups: dict[object, list[Choice]] = {}
         for choice in choices:
-            groups.setdefault(choice.way if self.executable or choice.grid else (), []).append(choice)
+            groups.setdefault(choice.stage_key if self.executable or choice.grid else (), []).append(choice)
         return tuple(tuple(group) for group in groups.values())
 
 

@@ -108,7 +108,7 @@ def _is_valid(problem: SearchProblem, stages: Stages, count: int) -> bool:
         allowed: set[Choice] = set(problem.choices(stage.num_ranks, problem.num_samples // count))
         if not allowed.issuperset(stage.choices):
             return False
-        if problem.rules.executable and len({choice.way for choice in stage.choices}) > 1:
+        if problem.rules.executable and len({choice.stage_key for choice in stage.choices}) > 1:
             return False
         if not problem.can_have(stage.choices[0], stage.first_layer, stage.end_layer):
             return False

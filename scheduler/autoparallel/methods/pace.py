@@ -1,5 +1,4 @@
-"""Tables of what stages cost, and the recurrence by pace on them: the best stages for a pace, from the last to the
-first.
+"""The best stages for a given pace, found from the last stage to the first, from tables of what stages cost.
 
 For a number of microbatches m and a pace P (seconds per microbatch in the steady state), the state is the first layer l
 of a suffix of the model, the devices u that the suffix uses, and the class c (devices, tp, grid) of its first stage::

@@ -34,7 +34,7 @@ def make_placements(stages: Sequence[StagePlan], layer_names: Sequence[Sequence[
 
 def _make_placement(number: int, stage: StagePlan, names: Sequence[str]) -> Placement:
     """The placement of a stage; ``names`` are empty if it is the whole model as one layer."""
-    ways = {choice.way for choice in stage.choices}
+    ways = {choice.stage_key for choice in stage.choices}
     if len(ways) > 1:
         raise ArgumentError(
             f"stage {number} mixes {len(ways)} kinds of parallelism ({stage}); Pipe needs one tp degree and one ZeRO "

@@ -54,9 +54,11 @@ def _summary_lines(training_plan: TrainingPlanRecord) -> list[str]:
         f"no plan of this model {where} takes less than {training_plan.bound_seconds:.4g} s, which is "
         f"{training_plan.bound_seconds / (training_plan.seconds or 1.0):.0%} of this one's time"
     )
-    time, memory = training_plan.balance
-    equal_balance = 1 - 1 / len(set(training_plan.pp_ranks))
-    lines.append(f"balance of time {time:.3f} and of memory {memory:.3f}; equal stages would have {equal_balance:.3f}")
+    num_pp_ranks = len(set(training_plan.pp_ranks))
+    if num_pp_ranks > 1:
+        time, memory = training_plan.balance
+        equal = 1 - 1 / num_pp_ranks
+        lines.append(f"balance of time {time:.3f} and of memory {memory:.3f}; equal stages would have {equal:.3f}")
     return lines
 
 

@@ -139,7 +139,7 @@ def test_stages_that_share_ranks_have_the_same_ranks_and_divide_layers_alike(sec
         check_stages([first, second])
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_stages_are_interleaved_on_parts_whose_other_plans_are_much_slower():
     from tests.campaigns.search import compare_clusters  # imports this module
 

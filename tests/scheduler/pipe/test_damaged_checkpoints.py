@@ -319,7 +319,7 @@ def load_position(rank, folder):
         return [step for step, _ in find_checkpoints(folder)], next(iter(engine.parameters())).flatten()[0].item()
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_save_that_dies_at_any_time_leaves_the_old_or_the_new_checkpoint(tmp_path):
     (tmp_path / "new").mkdir()
     run_processes(save_twice, 1, str(tmp_path / "new"))

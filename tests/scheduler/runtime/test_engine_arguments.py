@@ -235,7 +235,7 @@ def test_modules_of_a_rank_are_on_one_type_of_device():
 
 def test_gradients_are_reduced_in_buckets(monkeypatch):
     """Buckets fill up in order; a gradient larger than a bucket is alone."""
-    monkeypatch.setattr(grad_sync, "BUCKET_BYTES", 40)
+    monkeypatch.setattr(grad_sync, "REPLICA_BUCKET_BYTES", 40)
     sizes = [16, 16, 12, 28, 4, 80, 8, 40, 0, 8]
     parameters = [torch.zeros(size, dtype=torch.int8) for size in sizes]
     for parameter in parameters:

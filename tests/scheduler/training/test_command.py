@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -25,6 +27,7 @@ def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
     shown = capfd.readouterr()
     assert "gpt3-125m/24: edges carry 576 times as many bytes per operation" in shown.err
     assert "step 2: loss 5." in shown.err
+    assert "there is no checkpoint in gpt3-125m.checkpoint: beginning anew" in shown.err
     assert "tokens/s" in shown.err
     assert "exposed communication" in shown.err
     assert "gpt3-125m/24 on 1x1,2x1, steps 0 to 2: loss 5." in shown.out
@@ -109,3 +112,28 @@ def test_a_report_that_cannot_be_written_ends_the_command_before_a_process_start
     text = capfd.readouterr().err
     assert f"ArgumentError: cannot write the report '{tmp_path}/file/report': [Errno 20] Not a directory" in text
     assert text.strip().endswith("pass another folder, or --report none")
+
+
+@pytest.mark.integration
+def test_ctrl_c_ends_the_command_with_one_line_and_says_how_to_go_on(tmp_path):
+    command = ["train", "gpt3-125m", "--shrink", "24", "--meshes", "1x1,1x1", "--steps", "100000", "--save-every", "1"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "reshard", *command],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  # jobs may ignore it
+    )
+    deadline = time.monotonic() + 120
+    while not list(tmp_path.glob("gpt3-125m.checkpoint/step-*")):
+        assert run.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(run.pid, signal.SIGINT)  # as Ctrl-C in a terminal
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 130
+    last = (
+        "--resume continues from the newest checkpoint in gpt3-125m.checkpoint, if there is one\nreshard: interrupted\n"
+    )
+    assert errors.endswith(last) and "Traceback" not in errors and "frame #" not in errors

@@ -14,7 +14,7 @@ from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.modules import profiling
 from reshard.scheduler.autoparallel.modules.zero_times import ZeroTimes
 from reshard.scheduler.autoparallel.tuning import Measurement
-from tests.campaigns.doors.samples import Chain, fields_of
+from tests.campaigns.entry_points.samples import Chain, fields_of
 
 
 @functools.cache

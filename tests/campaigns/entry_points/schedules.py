@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from reshard import TensorSpec, Topology, scheduler
-from tests.campaigns.doors.samples import Chain, fields_of, plans
+from tests.campaigns.entry_points.samples import Chain, fields_of, plans
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from reshard import Mesh, Topology, parallel
-from tests.campaigns.doors.samples import Chain, fields_of
+from tests.campaigns.entry_points.samples import Chain, fields_of
 
 
 def of_parallel():

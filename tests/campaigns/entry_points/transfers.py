@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh, RegionLayout, TensorSpec, Topology, planner
-from tests.campaigns.doors.samples import fields_of, plans
+from tests.campaigns.entry_points.samples import fields_of, plans
 
 
 def of_sharding():
