@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 
@@ -25,10 +26,13 @@ def pytest_configure():
     """Set environment variables that the ranks of all tests inherit.
 
     Torch, which tests import later, uses one thread: several ranks share few cores, and idle threads spin. Its store
-    looks up the name of each peer; a lost query is repeated after 1 s instead of 5 s.
+    looks up the name of each peer; a lost query is repeated after 1 s instead of 5 s. Shells let jobs in the background
+    ignore SIGINT, and tests raise it.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish():

@@ -124,7 +124,6 @@ def test_ctrl_c_ends_the_command_with_one_line_and_says_how_to_go_on(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  # jobs may ignore it
     )
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob("gpt3-125m.checkpoint/step-*")):
