@@ -37,7 +37,7 @@ from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology
 from reshard.weights.encoded import MAX_KEPT
 from reshard.weights.encoded_regions import decode_region, encode_region, largest_size
-from reshard.weights.formats import FormatChoice
+from reshard.weights.format_choice import FormatChoice
 
 CONFIG = GPTConfig(num_layers=3, num_heads=8, head_size=48, sequence=32, vocabulary=256)
 ROWS, WARMUP_STEPS, WARMUP_RATE = 2, 10, 1e-3

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from reshard.coordination import Channel, Decision
 from reshard.plan import Plan
 from reshard.runtime.program import RankProgram
-from reshard.runtime.rounds.executor import RoundRunner
+from reshard.runtime.rounds.runner import RoundRunner
 
 
 @dataclass(frozen=True)

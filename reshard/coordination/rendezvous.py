@@ -41,6 +41,7 @@ from reshard.coordination.liveness.call_sequence import (
     record_abandoned_call,
     report_error,
 )  # fmt: skip
+from reshard.coordination.liveness.exclusions import propose_exclusion, read_exclusions
 from reshard.coordination.liveness.failure_detector import check_rank_status, explain_loss, explain_lost_store
 from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.coordination.liveness.lost_ranks import (
@@ -63,7 +64,6 @@ from reshard.coordination.liveness.status import (
     is_reported_dead,
     publish_status,
 )
-from reshard.coordination.liveness.survivors import propose_exclusion, read_exclusions
 from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError, TransferTimeoutError
 from reshard.formatting import format_ranks
 from reshard.runtime.transport.descriptors import check_descriptors, is_descriptor_shortage, out_of_descriptors
@@ -483,7 +483,7 @@ class Rendezvous:
             return False
         return has_ended(self.group.store, rank)
 
-    # Lost ranks, see reshard.coordination.liveness.survivors.
+    # Lost ranks, see reshard.coordination.liveness.exclusions.
 
     def _read_lost(self, args: _RoundArgs) -> list[int]:
         """The members that are lost before this rank enters a round.

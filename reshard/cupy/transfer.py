@@ -16,8 +16,8 @@ from reshard.errors import ArgumentError, DisagreementError, PlanError
 from reshard.formatting import format_ranks
 from reshard.plan import Plan, ensure_checked
 from reshard.runtime.program import Slices, build_program
-from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.memory import Posted
+from reshard.runtime.rounds.runner import RoundRunner
 from reshard.runtime.rounds.schedule import find_rounds
 from reshard.sharding import TensorSpec
 

@@ -11,13 +11,13 @@ from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import brief, compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, RotationPlan, Transfers, mark_sound, ranks_of
 from reshard.planner.auto import choose_fastest
-from reshard.planner.compression import AUTO_CODEC, compress_tensors
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.stacking import Stacks, stack_problem, unstack
 from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, STAGING_PARTS, routes_to_transfers
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.planner.strategies.routes import Routes, Strategy
 from reshard.planner.strategies.routes_check import check_routes
+from reshard.planner.tensor_codecs import AUTO_CODEC, compress_tensors
 from reshard.public_api import not_compiled, shows_call
 from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
 from reshard.topology import Topology

@@ -21,7 +21,7 @@ from reshard.formatting import format_ranks
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.weights.encoded_regions import decode_region, encode_region, largest_size
-from reshard.weights.formats import FormatChoice, report_formats
+from reshard.weights.format_choice import FormatChoice, report_formats
 from reshard.weights.membership.team import run_collectively
 from reshard.weights.route import NUM_SHARES, Route, RouteOptions
 

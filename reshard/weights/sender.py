@@ -14,7 +14,7 @@ import torch.distributed as dist
 from reshard.errors import ReshardError
 from reshard.weights.dispatcher import CHECK_SECONDS, Dispatcher, Outcome
 from reshard.weights.encoded import EncodedTransfers, RawHandle, SendingHandle
-from reshard.weights.formats import FormatChoice, keeps_base
+from reshard.weights.format_choice import FormatChoice, keeps_base
 from reshard.weights.membership.mailbox import Message
 from reshard.weights.membership.survivors import on_ranks
 from reshard.weights.membership.team import AGREE_SECONDS, Team, run_collectively

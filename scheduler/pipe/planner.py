@@ -20,7 +20,7 @@ from ..graph import Pipeline, Stage
 from ..ir.actions import StageChannel
 from ..ir.schedule import Schedule
 from ..ir.text import format_schedule, parse_schedule
-from ..passes.compression import CodecChoice, choose_codecs, compress_edges
+from ..passes.edge_codecs import CodecChoice, choose_codecs, compress_edges
 from ..runtime.engine import Engine
 from ..runtime.executor import Program
 from ..simulation.validate import check_schedule

@@ -20,7 +20,7 @@ from ..graph import MAX_COST, MAX_COUNT, Pipeline, Stage
 from ..ir.actions import Kind
 from ..ir.schedule import Schedule
 from ..runtime import torch_compat
-from ..runtime.compression import StageSums
+from ..runtime.compression_policy import StageSums
 from ..runtime.warm_up import keep_buffers
 from ..simulation.replay import PipelineTimeline
 

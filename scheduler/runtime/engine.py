@@ -38,7 +38,7 @@ from ..graph import Pipeline
 from ..ir.schedule import Schedule
 from ..simulation.replay import PipelineTimeline
 from . import torch_compat
-from .compression import (
+from .compression_policy import (
     StageSums,
     add_codec_rates,
     check_policy,

@@ -28,7 +28,7 @@ from reshard.formatting import describe_ranks
 from reshard.sharding import Mesh
 
 from . import torch_compat
-from .compression import CompressedSums
+from .compression_policy import CompressedSums
 from .data_parallel import REPLICATED, fsdp_ranks
 
 #: Intervals at which a waiting replica polls its collective, and checks for errors of other ranks.

@@ -13,7 +13,7 @@ from reshard.compression.policy import DIMENSIONS
 from reshard.runtime.torch_compat import local_of
 
 from ..pipe.engine import PipelineEngine
-from ..runtime.compression import describe_modules
+from ..runtime.compression_policy import describe_modules
 from ..runtime.stage import StageOutput
 
 #: Shares of all steps after which a step is saved: early gradients differ from late ones.

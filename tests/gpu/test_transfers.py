@@ -22,7 +22,7 @@ from reshard.planner.registry import STRATEGIES
 from reshard.runtime.cpu.staging import TorchMemory, carrier
 from reshard.runtime.cuda.stream import CudaRoundStreams
 from reshard.runtime.program import build_program
-from reshard.runtime.rounds.executor import RoundRunner
+from reshard.runtime.rounds.runner import RoundRunner
 from reshard.runtime.rounds.schedule import find_rounds
 from reshard.runtime.strided_regions import box_regions, copy_regions_python, make_tables
 from reshard.testing import LaunchError

@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 from reshard.parallel import Grid, parallelize, relayout, sync_gradients
 from reshard.parallel.grid.collectives import Axis
 from reshard.parallel.grid.compressed_axis import CompressedAxis
-from reshard.parallel.grid.shared_memory import SharedMemory
+from reshard.parallel.grid.host_collectives import HostCollectives
 from reshard.runtime.transport.connections import GlooTransport
 from reshard.scheduler import Pipeline, Stage, StageOutput, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
@@ -103,13 +103,13 @@ def _count_collectives(patch):
 
     for name in (GATHER, "all_to_all_single"):
         patch.setattr(dist, name, count(getattr(dist, name)))
-    start = SharedMemory._start
+    start = HostCollectives._start
 
     def counted_start(memory, kind, parts, *rest):
         wire.append(sum(each.nbytes for part in parts for each in part))
         return start(memory, kind, parts, *rest)
 
-    patch.setattr(SharedMemory, "_start", counted_start)
+    patch.setattr(HostCollectives, "_start", counted_start)
     send = GlooTransport.send
     patch.setattr(GlooTransport, "send", lambda self, buffer, *rest: (
         wire.append(buffer.nbytes), send(self, buffer, *rest))[1])  # fmt: skip

@@ -21,8 +21,8 @@ from reshard.planner.strategies.chunking import MIN_STAGING_BYTES
 from reshard.runtime.cpu.staging import TorchMemory, carrier
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds import large, schedule
-from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.replay import Call, calls_of, check_calls
+from reshard.runtime.rounds.runner import RoundRunner
 from reshard.runtime.rounds.schedule import (
     ROUND_SECONDS,
     find_large_rounds,

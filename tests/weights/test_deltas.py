@@ -8,7 +8,7 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.testing.processes import run_processes
 from reshard.weights import Publisher, Subscriber, encoded
-from reshard.weights.formats import FormatChoice
+from reshard.weights.format_choice import FormatChoice
 from reshard.weights.model import verify
 from reshard.weights.route import Route
 from tests.support.pausable_store import PausableStore

@@ -126,7 +126,7 @@ class Group:
         self.acknowledged: dict[str, int] = {}  # skipped calls, see reshard.coordination.liveness.call_sequence
         self.calls: dict[tuple[int, ...], int] = {}  # number of calls of this rank, by members
         self.abandoned_call = False  # whether this rank ends its call because another rank has left it
-        self.lost: set[int] = set()  # excluded ranks, see reshard.coordination.liveness.survivors
+        self.lost: set[int] = set()  # excluded ranks, see reshard.coordination.liveness.exclusions
         self.num_exclusions = 0  # that this rank has adopted
         self.excluded_by: int | None = None  # the rank that excluded this one
         self.resumed_at = -math.inf  # when this process was last found to have been stopped

@@ -6,7 +6,7 @@ its request does not show which. So ranks mark the set as out of sync in their p
 that reads the mark refuses further calls of the set.
 
 A rank that misses a fault-tolerant call is lost. The other ranks agree on that (see
-:mod:`reshard.coordination.liveness.survivors`), and exclude it from all further calls. If it calls again, it gets an
+:mod:`reshard.coordination.liveness.exclusions`), and exclude it from all further calls. If it calls again, it gets an
 error that says so, even if the others have ended by then.
 """
 

@@ -21,8 +21,8 @@ from reshard.formatting import describe_ranks
 from reshard.runtime.torch_compat import all_gather_single, is_in_backward
 
 from .failures import Failures
+from .host_collectives import ALL_GATHER, EXCHANGE, HostCollectives, NotStartedError
 from .pending import Explain, Parts, Pending, ordered_sum
-from .shared_memory import ALL_GATHER, EXCHANGE, NotStartedError, SharedMemory
 from .two_levels import TwoLevelAxis
 
 
@@ -57,7 +57,7 @@ class Axis:
         #: Two levels, if :meth:`split_by_host` found that they help.
         self.levels: TwoLevelAxis[Axis] | None = None
         #: Where the ranks move CPU tensors if all are on one host.
-        self._memory: SharedMemory | None = None
+        self._memory: HostCollectives | None = None
         self._for_sums: Axis | None = None
         self._for_backwards: Axis | None = None
         # torch sorts the ranks of a group: member g of the group is at position _order[g] of the axis.
@@ -140,7 +140,7 @@ class Axis:
     def share_memory(self) -> None:
         """Move CPU tensors through shared memory from now on. All ranks of the axis, on one host, call this."""
         if self.size > 1 and dist.get_backend(self.group) == "gloo":
-            self._memory = SharedMemory.attach(self)
+            self._memory = HostCollectives.attach(self)
 
     def _make(self, name: str, positions: Sequence[int]) -> Axis:
         """An axis of the ranks at ``positions``, with a new process group."""
@@ -279,7 +279,7 @@ class Axis:
         sizes = [ends[part + 1] - ends[part] for part in range(self.size)]
         return self.all_gather(self.reduce_scatter(flat, sizes).wait(), sizes).wait().view(array.shape)
 
-    def _memory_for(self, array: torch.Tensor) -> SharedMemory | None:
+    def _memory_for(self, array: torch.Tensor) -> HostCollectives | None:
         """The shared memory for a collective that starts now; None for Gloo."""
         memory = self._of_call()._memory
         if memory is None or array.device.type != "cpu":

@@ -23,8 +23,8 @@ from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.program import RankProgram
-from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.memory import PACK, UNPACK, Copier, Exchange, RoundStreams
+from reshard.runtime.rounds.runner import RoundRunner
 from reshard.runtime.rounds.schedule import find_large_rounds
 
 

@@ -14,7 +14,7 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.formatting import brief, compare_names, count_of
 
-from ...runtime.compression import StageSums
+from ...runtime.compression_policy import StageSums
 from .plain_parameters import JoinedTensor, PlainParameter, named_state
 
 #: ``exchange(value, error)`` returns the values of all ranks, by rank. If a rank passes an error, all ranks raise it.

@@ -219,9 +219,9 @@ def test_layers_that_fully_shard_refuses_have_no_zero_times():
         (((4, 4), single), ((0, 4), single)),
         (((4, 4), torch.complex64),),
     ]
-    *none, measured = measure_zero_times([*refused, (((4, 4), single), ((4,), single))], "cpu", 1)
+    *none, measured = measure_zero_times([*refused, (((4, 4), single), ((4,), single))], "cpu", 3)
     assert none == [ZeroTimes()] * len(refused)
-    assert measured.all_gather_seconds > 0
+    assert measured != ZeroTimes()  # at a high load, the difference of one of two measured steps may be 0
 
 
 def test_another_process_measures_on_the_current_device_and_may_fail(monkeypatch):

@@ -10,7 +10,7 @@ from reshard.api.lossless.regions import bytes_of
 from reshard.codecs.formats import FORMATS, known_formats
 from reshard.errors import ArgumentError
 from reshard.weights import encoded_regions
-from reshard.weights.formats import FormatChoice, report_formats
+from reshard.weights.format_choice import FormatChoice, report_formats
 
 SHAPES = [(), (1,), (7,), (0, 3), (5, 300), (3, 4, 50), (2, 3000)]
 

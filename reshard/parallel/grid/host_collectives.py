@@ -80,7 +80,7 @@ class LocalRanks(Protocol):
         """See :meth:`Axis.all_gather`."""
 
 
-class SharedMemory:
+class HostCollectives:
     """Messages among the ranks of an axis, all on one host. Ranks are positions on the axis.
 
     Args:
@@ -110,7 +110,7 @@ class SharedMemory:
         self._unread: dict[int, weakref.ref[Message]] = {}
 
     @classmethod
-    def attach(cls, axis: LocalRanks) -> SharedMemory | None:
+    def attach(cls, axis: LocalRanks) -> HostCollectives | None:
         """Share memory among the ranks of an axis. None, on all of them, if one cannot map the memory of another."""
         token, own = secrets.randbits(62), -1
         with contextlib.suppress(OSError):  # the others learn that this rank has none
@@ -301,10 +301,10 @@ class Message:
         kind: name of the collective.
         nbytes: bytes that each rank has for this rank.
         dtype: dtype of these bytes.
-        make: makes the result of :meth:`SharedMemory.read`.
+        make: makes the result of :meth:`HostCollectives.read`.
     """
 
-    memory: SharedMemory
+    memory: HostCollectives
     number: int
     kind: str
     nbytes: Sequence[int]

@@ -17,8 +17,8 @@ from reshard.coordination.groups.messages import Decision
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import Store
 from reshard.coordination.liveness import status as statuses
+from reshard.coordination.liveness.exclusions import propose_exclusion, read_exclusions
 from reshard.coordination.liveness.status import HeartbeatReader, beat_key
-from reshard.coordination.liveness.survivors import propose_exclusion, read_exclusions
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.pausable_store import PausableStore
 

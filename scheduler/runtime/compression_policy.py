@@ -23,7 +23,7 @@ from reshard.topology import CodecRate, Topology
 from ..costs import price_edge
 from ..graph import Pipeline
 from ..ir.schedule import Schedule
-from ..passes.compression import choose_codecs, compress_edges
+from ..passes.edge_codecs import choose_codecs, compress_edges
 from .data_parallel import is_fsdp
 from .tied_params import TiedParameters
 

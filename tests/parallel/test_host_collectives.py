@@ -22,7 +22,7 @@ from reshard import _native
 from reshard.coordination.device_mesh import new_group
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.parallel import Grid
-from reshard.parallel.grid import shared_memory
+from reshard.parallel.grid import host_collectives
 from reshard.parallel.grid.collectives import Axis
 from reshard.runtime.torch_compat import timeout_of
 from reshard.testing import LaunchError, run_processes
@@ -200,7 +200,7 @@ def test_collected_grids_leave_no_descriptors_and_mappings():
 
 def check_fallback(rank, name):
     if rank == 1:
-        setattr(shared_memory, name, refuse if name == "open_memory_file" else lambda *_, **__: -1)
+        setattr(host_collectives, name, refuse if name == "open_memory_file" else lambda *_, **__: -1)
     axis = make_axis(rank, [0, 0, 0])
     assert not axis.shares_memory
     assert axis.sum(torch.tensor([rank])).item() == 3
