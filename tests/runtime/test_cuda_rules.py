@@ -21,7 +21,7 @@ from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.cuda import nccl_exchange, stream
 from reshard.runtime.cuda.nccl_exchange import NcclCollectives
 from reshard.runtime.program import build_program
-from reshard.runtime.rounds import executor
+from reshard.runtime.rounds import runner as rounds_runner
 from reshard.runtime.rounds.memory import ONE_STREAM
 from reshard.runtime.rounds.runner import RoundRunner
 from reshard.runtime.rounds.schedule import find_rounds, rounds_of
@@ -53,7 +53,7 @@ def _sent(runner, source):
 
 def test_tables_for_other_alignments_stay_within_staging_bytes(monkeypatch):
     """Arrays at addresses of five alignments need five tables. If these do not fit, boxes are copied one by one."""
-    monkeypatch.setattr(executor, "MAX_KINDS", 1)
+    monkeypatch.setattr(rounds_runner, "MAX_KINDS", 1)
     least = _make_runner()
     tight = _make_runner(least.nbytes + least.table_bytes - 1)
     assert 0 < tight.nbytes + tight.table_bytes < least.nbytes + least.table_bytes
