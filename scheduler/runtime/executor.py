@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,12 +28,16 @@ from .data_parallel import (
     reshard_parameters,
 )
 from .grad_sync import ReplicaSync, restore_gradients, stash_gradients
+from .gradient_passes import GradientPasses
 from .observe import StepRecord, TransferRecord, find_observer
 from .p2p import PendingTransfer, StageTransfers
 from .rank_actions import Computation, RankActions, Transfer, compile_actions, only_forwards
+from .ready_order import ArrivalWait, ReadyPlan, ReadyQueue, RecvWindows, Turn
 from .stage import StageRun, Tensors
 from .tied_params import TiedParameters
 from .warm_up import warm_up
+
+_UNWATCHED = contextlib.nullcontext()
 
 
 @dataclass
@@ -90,6 +95,8 @@ class Program:
         used: for each microbatch, the index of its pipeline in ``pipelines``.
         actions: actions of this rank.
         forwards: those of a step without training.
+        ready: if a step with training computes what has arrived, the plan from which it may depart; None: it does the
+            ``actions`` in order.
     """
 
     schedule: Schedule
@@ -98,6 +105,7 @@ class Program:
     used: tuple[int, ...]
     actions: RankActions
     forwards: RankActions
+    ready: ReadyPlan | None = None
 
     @classmethod
     def of(
@@ -114,6 +122,10 @@ class Program:
         actions = compile_actions(schedule, pipelines, transfers, used, rank, pp_rank, stages)
         parts = tuple(pipelines), tuple(transfers), tuple(used)
         return cls(schedule, *parts, actions, only_forwards(actions))
+
+    def in_ready_order(self) -> Program:
+        """Return a copy whose steps with training compute what has arrived."""
+        return replace(self, ready=ReadyPlan.of(self.actions, self.schedule, self.pipelines[0]))
 
     def close(self) -> None:
         """Close the Movers."""
@@ -132,6 +144,7 @@ class EngineState:
         ties: parameters that several stages share.
         num_loss_shards: number of replicas that see different data, for all stages or ``{stage: number}``.
         device: type of the device of the stages.
+        passes: what the passes of these stages change.
     """
 
     rank: int
@@ -140,7 +153,8 @@ class EngineState:
     replicas: tuple[ReplicaSync, ...]
     ties: TiedParameters
     num_loss_shards: LossShards
-    device: str = "cpu"
+    device: str
+    passes: GradientPasses
 
 
 @dataclass(frozen=True)
@@ -200,12 +214,10 @@ class Iteration:
                 replicas.begin(self.check_errors)
             for run in self.stages.values():
                 run.begin()
-            for item in self.actions:
-                self.doing = item.action
-                if isinstance(item, Transfer):
-                    self.move(item)
-                else:
-                    self.compute(item)
+            if self.inputs.train and self.program.ready is not None:
+                self.run_ready(self.program.ready)
+            else:  # without training, there are only forwards, which keep their order
+                self.run_planned()
             self.doing = None
             for transfer in self.sends:
                 transfer.wait()
@@ -241,6 +253,39 @@ class Iteration:
             for name, value in values.items():
                 metrics[name] = metrics.get(name, 0.0) + (weight * value if weight else 0.0)
         return Step(losses, loss, metrics, totals, time.monotonic() - begun, self.measured.waited_seconds)
+
+    def run_planned(self) -> None:
+        """Do the actions in planned order."""
+        for item in self.actions:
+            self.doing = item.action
+            if isinstance(item, Transfer):
+                self.move(item)
+            else:
+                self.compute(item, self.measured.clock.now())
+
+    def run_ready(self, plan: ReadyPlan) -> None:
+        """Do each computation once its inputs have arrived, and then its sends."""
+        passes, pending, arrivals = self.state.passes, self.pending, ArrivalWait()
+        passes.begin()
+        windows = RecvWindows(plan.recvs, self.move)
+        queue = ReadyQueue(
+            plan,
+            is_posted=lambda port: port.slot in pending,
+            has_arrived=lambda port: pending[port.slot].has_arrived(),
+            may_move=passes.may_move,
+            wait=lambda ports: arrivals.wait([pending[port.slot] for port in ports]),
+        )
+        since = self.measured.clock.now()
+        for turn in queue:
+            item = plan.computations[turn.index]
+            self.doing = item.action
+            self.compute(item, since, turn)
+            for send in plan.sends[turn.index]:
+                self.move(send)
+            for port in item.inputs:
+                if not port.is_local:
+                    windows.take(port.channel)
+            since = self.measured.clock.now()
 
     def warm_up(self) -> None:
         """On a GPU, run each stage once for each shape of its tensors, before their first transfer."""
@@ -285,13 +330,20 @@ class Iteration:
                 transfer.wait()
             self.measured.note(action, begun, begun)
 
-    def compute(self, item: Computation) -> None:
-        """Wait for the inputs of a computation, then run it."""
+    def compute(self, item: Computation, since: Any, turn: Turn | None = None) -> None:
+        """Wait for the inputs of a computation, then run it.
+
+        Args:
+            item: the computation.
+            since: the moment from which this rank has waited for its inputs.
+            turn: its place in the plan, if it may depart from the plan.
+        """
         action, run, now = item.action, item.run, self.measured.clock.now
         stage, microbatch = action.stage, action.microbatch
-        since = begun = now()
+        watched = _UNWATCHED if turn is None else self.state.passes.watch(action, turn.is_moved)
         if action.kind is Kind.W:
-            with self.observe("weight gradients of", stage, microbatch):
+            begun = now()
+            with self.observe("weight gradients of", stage, microbatch), watched:
                 run.finish(microbatch)
         elif action.kind is Kind.F:
             received = self.collect(item)
@@ -303,7 +355,8 @@ class Iteration:
             begun = now()
             weight, scale = self.weights.pop((stage, microbatch), 0.0), self.inputs.scale
             weight = weight / loss_shards_of(stage, self.state.num_loss_shards) if scale is None else weight * scale
-            with self.observe("backward of" if action.kind is Kind.B else "input gradients of", stage, microbatch):
+            what = "backward of" if action.kind is Kind.B else "input gradients of"
+            with self.observe(what, stage, microbatch), watched:
                 gradients = run.backward(microbatch, received, weight, is_last=item.is_last)
             self.pass_on(item, gradients)
         self.measured.note(action, since, begun)
