@@ -58,6 +58,10 @@ CASES = {
         "training.engine_overhead",
         "CPU time of the pipeline engine beside torch's runtime, on the same schedules",
     ),
+    "ready_order": (
+        "training.ready_order",
+        "steps that compute what has arrived beside steps in planned order, with varying times",
+    ),
     "compression_loss": ("training.compression_loss", "loss and speed of training with codecs"),
     "grid_times": ("parallel.grid_times", "linear layers on grids beside the bound and DTensor"),
     "wire_bytes": ("parallel.wire_bytes", "bytes on the wire of grids, beside the formulas"),

@@ -190,6 +190,12 @@ class PostingQueue(Protocol):
     def wait_for(self, transfer: PostedTransfer) -> None:
         """Block until a transfer has ended. Raises its error."""
 
+    def has_arrived(self, transfer: PostedTransfer) -> bool:
+        """Whether :meth:`wait_for` returns at once; False if it is not known."""
+
+    def wake_at_end(self, transfer: PostedTransfer, wake: Callable[[], None]) -> None:
+        """Call ``wake`` from another thread once a transfer has ended."""
+
 
 class PostedTransfer:
     """A transfer whose operations have all been posted. Its caller must wait for it, on the thread that started it.
@@ -219,6 +225,17 @@ class PostedTransfer:
     def done(self) -> bool:
         """Whether :meth:`wait` returns at once."""
         return self.ended_at is not None
+
+    def has_arrived(self) -> bool:
+        """Whether :meth:`wait` returns at once, because the data is there or the transfer has failed.
+
+        False if it is not known: see :meth:`wake_at_end`.
+        """
+        return self.ended_at is not None or self._queue.has_arrived(self)
+
+    def wake_at_end(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` once from another thread after the transfer has ended. :meth:`done` is True then."""
+        self._queue.wake_at_end(self, wake)
 
     def wait(self) -> Any:
         """Block until the transfer has ended, and return its result. Raises the error that ended it."""

@@ -175,16 +175,13 @@ class QueuedTransfers:
             self._hand_over()
         return transfer
 
-    def _hand_over(self, last: PostedTransfer | None = None) -> None:
-        """Let the thread wait for the transfers that were posted up to ``last``, and wake the caller, which waits.
-
-        None: for all of them, and wake nobody.
-        """
+    def _hand_over(self, last: PostedTransfer | None = None, wake: Callable[[], None] | None = None) -> None:
+        """Let the thread wait for the transfers that were posted up to ``last``, or for all, and then call ``wake``."""
         batch = list(self._unqueued)
         if last is not None:
             batch = batch[: batch.index(last) + 1] if last in batch else []
         self._start_thread()
-        self._jobs.put((self, self._posted, batch, last is not None, None))
+        self._jobs.put((self, self._posted, batch, wake, None))
         for _ in batch:  # last, because an interrupt may come at any line, and the thread may get a transfer twice
             self._unqueued.popleft()
 
@@ -195,11 +192,23 @@ class QueuedTransfers:
         check_process(self._group.pid)
         watch = self._posted
         if watch.error is None and not self._take_arrived(transfer):
-            self._hand_over(transfer)
+            self._hand_over(transfer, self._wake_caller)
         while transfer.ended_at is None and watch.error is None:
             watch.ended.get()
         if transfer.ended_at is None:
             watch.check()
+
+    def _wake_caller(self) -> None:
+        self._posted.ended.put(None)
+
+    def has_arrived(self, transfer: PostedTransfer) -> bool:
+        """Whether :meth:`wait_for` returns at once; False if it is not known."""
+        posted = transfer.posted
+        return self._posted.error is not None or (isinstance(posted, Posted) and posted.has_arrived())
+
+    def wake_at_end(self, transfer: PostedTransfer, wake: Callable[[], None]) -> None:
+        """Call ``wake`` from the thread once a transfer of :meth:`post` has ended."""
+        self._hand_over(transfer, wake)
 
     def _take_arrived(self, transfer: PostedTransfer) -> bool:
         """End the next transfer on the caller's thread if its messages have arrived. Returns whether it did."""
@@ -216,8 +225,8 @@ class QueuedTransfers:
             self._stop(self._posted, error)
         return True
 
-    def wait_for_batch(self, batch: Sequence[PostedTransfer], wakes_caller: bool) -> None:
-        """Wait for transfers of :meth:`post`, on the thread."""
+    def wait_for_batch(self, batch: Sequence[PostedTransfer], wake: Callable[[], None] | None) -> None:
+        """Wait for transfers of :meth:`post`, on the thread, and then call ``wake``."""
         watch, monitor = self._posted, Monitor.of(self._group)
         monitor.watch(watch)
         try:
@@ -231,8 +240,8 @@ class QueuedTransfers:
             self._stop(watch, error)
         finally:
             monitor.forget(watch)
-            if wakes_caller:
-                watch.ended.put(None)
+            if wake is not None:
+                wake()
 
     def close(self) -> None:
         """End the thread after the transfers in progress. The group's connections stay open."""

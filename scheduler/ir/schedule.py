@@ -27,8 +27,13 @@ if TYPE_CHECKING:
 MAX_ACTIONS = 1_000_000
 #: Maximum length of the name of a schedule.
 MAX_NAME = 100
-#: Change in the number of microbatches in flight: those whose forward has run and whose backward has not.
+#: See :func:`in_flight_change`.
 _IN_FLIGHT_CHANGE = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
+
+
+def in_flight_change(kind: Kind) -> int:
+    """Change in the number of microbatches in flight: those whose forward has run and whose backward has not."""
+    return _IN_FLIGHT_CHANGE.get(kind, 0)
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,7 @@ class Schedule(Drawn):
         _check_stages(self)
         now, peak = [0] * self.num_stages, [0] * self.num_stages
         for _, action in self:
-            now[action.stage] += _IN_FLIGHT_CHANGE.get(action.kind, 0)
+            now[action.stage] += in_flight_change(action.kind)
             peak[action.stage] = max(peak[action.stage], now[action.stage])
         return tuple(peak)
 
@@ -135,7 +140,7 @@ class Schedule(Drawn):
         check_fits(self, pipeline)
         now, peak = [0] * len(self.rank_actions), [0] * len(self.rank_actions)
         for pp_rank, action in self:
-            now[pp_rank] += _IN_FLIGHT_CHANGE.get(action.kind, 0) * pipeline.stages[action.stage].activation_bytes
+            now[pp_rank] += in_flight_change(action.kind) * pipeline.stages[action.stage].activation_bytes
             peak[pp_rank] = max(peak[pp_rank], now[pp_rank])
         return tuple(peak)
 

@@ -21,6 +21,7 @@ from reshard.topology import Topology
 from ..graph import MAX_COUNT, Pipeline
 from ..ir.schedule import Schedule
 from ..runtime.engine import Engine
+from ..runtime.ready_order import Order
 from ..runtime.tied_params import TiedParameter
 from ..schedules.auto import auto_schedule
 from ..schedules.classic import one_f_one_b
@@ -203,6 +204,7 @@ class Pipe:
         memory_limit_bytes: int | None = None,
         compression: Policy | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        order: Order = "planned",
     ) -> PipelineEngine:
         """Parallelize the stages of this rank and make the engine. Every rank must call this.
 
@@ -224,7 +226,7 @@ class Pipe:
             compression: codecs of each parallel dimension; default: those of the training plan, or none. Transfers
                 between stages are encoded where this shortens the simulated iteration; ``engine.compression`` lists
                 them.
-            timeout_seconds: see :class:`Engine`.
+            timeout_seconds, order: see :class:`Engine`.
 
         Raises:
             ArgumentError: the model cannot be cut, or the ranks do not fit the placements.
@@ -254,7 +256,7 @@ class Pipe:
         del stages, cut  # traces and the modules of other stages refer to each other in cycles
         gc.collect()  # otherwise parameters of the whole model remain until Python's collector runs
         settings: dict[str, Any] = {"group": group, "topology": topology, "timeout_seconds": timeout_seconds}
-        settings |= {"ties": tied, "autocast": self.autocast, "compression": compression}
+        settings |= {"ties": tied, "autocast": self.autocast, "compression": compression, "order": order}
         engine = Engine(self._trial_schedule(first, len(sizes)), first, modules, **settings)
         options = CompileOptions(
             num_microbatches,

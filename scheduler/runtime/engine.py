@@ -61,8 +61,10 @@ from .engine_arguments import (
 )
 from .executor import EngineState, Iteration, Program, Step, StepInputs
 from .grad_sync import ReplicaSync, wait_for_root_cause
+from .gradient_passes import GradientPasses
 from .observe import gather_timeline, gather_values, name_action
 from .p2p import StageTransfers, plan_channels
+from .ready_order import Order
 from .stage import StageRun
 from .tied_params import TiedParameter, TiedParameters, check_training, training_of
 
@@ -100,6 +102,9 @@ class Engine:
         timeout_seconds: limit for the constructor's agreement between ranks, and for each transfer including the
             sender's computation. Silent ranks are detected after 30 s; with a shorter timeout, errors may name a rank
             that waits for the silent one.
+        order: ``"planned"`` computes in the order of the schedule. ``"ready"`` computes what has arrived: of the
+            computations that have their inputs, the one that comes first in the schedule. Gradients are equal to the
+            last bit, and no rank needs more memory. It needs stages on CPUs, each on one rank.
 
     Attributes:
         sums: encoded sums of gradients; a checkpoint saves ``sums.state_dict()``.
@@ -126,19 +131,11 @@ class Engine:
         compression: Policy | None = None,
         signal_only: bool = False,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        order: Order = "planned",
     ) -> None:
         self.schedule, self.pipeline = schedule, pipeline
-        self._options = options = EngineOptions(
-            topology,
-            strategy,
-            last_pipeline,
-            ties,
-            num_loss_shards,
-            autocast,
-            compression,
-            signal_only,
-            timeout_seconds,
-        )
+        others = autocast, compression, signal_only, timeout_seconds, order
+        self._options = options = EngineOptions(topology, strategy, last_pipeline, ties, num_loss_shards, *others)
         self._group = find_group(group)
         self._error: BaseException | None = None  # of the step that failed
         self._closed, self._stepping = False, threading.Lock()
@@ -169,7 +166,8 @@ class Engine:
         tied.share_values()
         encoded = {replica.stage: replica.encoded for replica in replicas}
         self.sums = StageSums(encoded, find_reduce_scatters(modules), tied)
-        self._state = EngineState(self.rank, self.pp_rank, self._stages, replicas, tied, num_loss_shards, self._device)
+        parts = self._stages, replicas, tied, num_loss_shards, self._device, GradientPasses(self._stages)
+        self._state = EngineState(self.rank, self.pp_rank, *parts)
 
     def _code(self, modules: Mapping[int, torch.nn.Module], pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
         """Replace collectives of the modules by encoded ones. Returns the pipelines with the codecs of their edges."""
@@ -236,7 +234,8 @@ class Engine:
             transfers.append(
                 StageTransfers(channels, self._group, self._timeout_seconds, device=self._device, **options)
             )
-        return Program.of(schedule, pipelines, transfers, used, self._group.rank, self.pp_rank, self._stages)
+        program = Program.of(schedule, pipelines, transfers, used, self._group.rank, self.pp_rank, self._stages)
+        return program.in_ready_order() if self._options.order == "ready" else program
 
     @_ending_step
     def step(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:

@@ -13,7 +13,7 @@ import torch
 from reshard.compression import Policy
 from reshard.coordination import Channel, Group, Request, describe_error, resolve
 from reshard.errors import ArgumentError
-from reshard.formatting import brief, format_ranks
+from reshard.formatting import brief, describe_ranks, format_ranks
 from reshard.planner import Strategy
 from reshard.runtime.cuda.stream import STREAMS
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -27,6 +27,7 @@ from ..simulation.validate import check_one_order, check_schedule
 from .data_parallel import LossShards, check_loss_shards, check_split
 from .grad_sync import find_replicas
 from .p2p import find_device_type
+from .ready_order import ORDERS, Order
 from .stage import StageRun
 from .tied_params import TiedParameter, check_ties
 
@@ -44,6 +45,7 @@ class EngineOptions:
     compression: Policy | None
     signal_only: bool
     timeout_seconds: float
+    order: Order
 
     @property
     def policy(self) -> Policy:
@@ -92,6 +94,7 @@ class EngineOptions:
             ("signal_only", str(self.signal_only)),
             ("autocast", str(self.autocast)),
             ("compression", str(self.compression)),
+            ("order", str(self.order)),
         ]
 
 
@@ -150,7 +153,9 @@ def _find_part(options: EngineOptions, schedule: Schedule, pipeline: Pipeline, m
     if group.process_group is not None:
         find_replica_ranks(group, pipeline, stages)  # raises if a wrapper uses ranks of other stages
     check_ties(options.ties, pipeline, modules, group.rank)
-    return LocalPart(pp_rank, stages, last_weight, find_device_type(modules), float(options.timeout_seconds))
+    device = find_device_type(modules)
+    check_order(options.order, pipeline, device)
+    return LocalPart(pp_rank, stages, last_weight, device, float(options.timeout_seconds))
 
 
 def _make_stages(
@@ -183,6 +188,26 @@ def check_runnable(schedule: Schedule, pp_rank: int, stages: Mapping[int, StageR
     check_splits(schedule, pp_rank, stages)
     if device in STREAMS:
         check_one_order(schedule)
+
+
+def check_order(order: Any, pipeline: Pipeline, device: str) -> None:
+    """Raise ArgumentError unless ranks can compute the stages of a pipeline in this order."""
+    if not isinstance(order, str) or order not in ORDERS:
+        raise ArgumentError(f"order is {brief(order)}; it must be {' or '.join(map(repr, ORDERS))}")
+    if order == "planned":
+        return
+    if device in STREAMS:
+        raise ArgumentError(
+            f'order="ready" needs stages on CPUs, not on {device}: there, all pp ranks must post their transfers in '
+            'one order, or they could wait for each other; use order="planned"'
+        )
+    for stage, item in enumerate(pipeline.stages):
+        if item.mesh is not None and item.mesh.size > 1:
+            raise ArgumentError(
+                f'order="ready" needs each stage on one rank, but stage {stage} is on '
+                f"{describe_ranks(item.mesh.ranks)}: messages may arrive at them in different orders, and a rank could "
+                'wait in a collective of the stage for one that computes something else; use order="planned"'
+            )
 
 
 def find_replica_ranks(group: Group, pipeline: Pipeline, stages: Mapping[int, StageRun]) -> dict[int, tuple[int, ...]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,12 +28,16 @@ from .data_parallel import (
     reshard_parameters,
 )
 from .grad_sync import ReplicaSync, restore_gradients, stash_gradients
+from .gradient_passes import GradientPasses
 from .observe import StepRecord, TransferRecord, find_observer
 from .p2p import PendingTransfer, StageTransfers
 from .rank_actions import Computation, RankActions, Transfer, compile_actions, find_sum_places, only_forwards
+from .ready_order import ArrivalWait, ReadyPlan, ReadyQueue, RecvWindows, Turn
 from .stage import StageRun, Tensors
 from .tied_params import TiedParameters
 from .warm_up import warm_up
+
+_UNWATCHED = contextlib.nullcontext()
 
 
 @dataclass
@@ -92,6 +97,8 @@ class Program:
         forwards: those of a step without training.
         sum_places: of each stage after which this rank computes, the index of the action before which the sum of its
             gradients over replicas starts.
+        ready: if a step with training computes what has arrived, the plan from which it may depart; None: it does the
+            ``actions`` in order.
     """
 
     schedule: Schedule
@@ -101,6 +108,7 @@ class Program:
     actions: RankActions
     forwards: RankActions
     sum_places: Mapping[int, int]
+    ready: ReadyPlan | None = None
 
     @classmethod
     def of(
@@ -117,6 +125,10 @@ class Program:
         actions = compile_actions(schedule, pipelines, transfers, used, rank, pp_rank, stages)
         parts = tuple(pipelines), tuple(transfers), tuple(used)
         return cls(schedule, *parts, actions, only_forwards(actions), find_sum_places(actions))
+
+    def in_ready_order(self) -> Program:
+        """Return a copy whose steps with training compute what has arrived."""
+        return replace(self, ready=ReadyPlan.of(self.actions, self.schedule, self.pipelines[0]))
 
     def close(self) -> None:
         """Close the Movers."""
@@ -135,6 +147,7 @@ class EngineState:
         ties: parameters that several stages share.
         num_loss_shards: number of replicas that see different data, for all stages or ``{stage: number}``.
         device: type of the device of the stages.
+        passes: what the passes of these stages change.
     """
 
     rank: int
@@ -143,7 +156,8 @@ class EngineState:
     replicas: tuple[ReplicaSync, ...]
     ties: TiedParameters
     num_loss_shards: LossShards
-    device: str = "cpu"
+    device: str
+    passes: GradientPasses
 
 
 @dataclass(frozen=True)
@@ -204,15 +218,10 @@ class Iteration:
                 replicas.begin(self.check_errors, places.get(replicas.stage))
             for run in self.stages.values():
                 run.begin()
-            stage_at = {place: stage for stage, place in places.items()}
-            for index, item in enumerate(self.actions):
-                if index in stage_at:
-                    self.start_sum(stage_at[index])
-                self.doing = item.action
-                if isinstance(item, Transfer):
-                    self.move(item)
-                else:
-                    self.compute(item)
+            if self.inputs.train and self.program.ready is not None:
+                self.run_ready(self.program.ready)
+            else:  # without training, there are only forwards, which keep their order
+                self.run_planned(places)
             self.doing = None
             for transfer in self.sends:
                 transfer.wait()
@@ -253,7 +262,9 @@ class Iteration:
         parameters, and none of these is a DTensor, whose gradient gets its placements after the last action.
         """
         places = self.program.sum_places
-        if not self.inputs.train or not any(replicas.stage in places for replicas in self.state.replicas):
+        if not self.inputs.train or self.program.ready is not None:
+            return {}
+        if not any(replicas.stage in places for replicas in self.state.replicas):
             return {}
         used = Counter(id(parameter) for run in self.stages.values() for parameter in run.module.parameters())
         own = {replicas.stage: replicas.parameters() for replicas in self.state.replicas if replicas.stage in places}
@@ -282,6 +293,42 @@ class Iteration:
                     parameters = [item for item in replicas.parameters() if id(item) not in summed]
                     summed.update(map(id, parameters))
                     replicas.add_gradients(self.check_errors, parameters)
+
+    def run_planned(self, places_of_sums: Mapping[int, int]) -> None:
+        """Do the actions in planned order, and start sums of gradients at their places."""
+        stage_at = {place: stage for stage, place in places_of_sums.items()}
+        for index, item in enumerate(self.actions):
+            if index in stage_at:
+                self.start_sum(stage_at[index])
+            self.doing = item.action
+            if isinstance(item, Transfer):
+                self.move(item)
+            else:
+                self.compute(item, self.measured.clock.now())
+
+    def run_ready(self, plan: ReadyPlan) -> None:
+        """Do each computation once its inputs have arrived, and then its sends."""
+        passes, pending, arrivals = self.state.passes, self.pending, ArrivalWait()
+        passes.begin()
+        windows = RecvWindows(plan.recvs, self.move)
+        queue = ReadyQueue(
+            plan,
+            is_posted=lambda port: port.slot in pending,
+            has_arrived=lambda port: pending[port.slot].has_arrived(),
+            may_move=passes.may_move,
+            wait=lambda ports: arrivals.wait([pending[port.slot] for port in ports]),
+        )
+        since = self.measured.clock.now()
+        for turn in queue:
+            item = plan.computations[turn.index]
+            self.doing = item.action
+            self.compute(item, since, turn)
+            for send in plan.sends[turn.index]:
+                self.move(send)
+            for port in item.inputs:
+                if not port.is_local:
+                    windows.take(port.channel)
+            since = self.measured.clock.now()
 
     def warm_up(self) -> None:
         """On a GPU, run each stage once for each shape of its tensors, before their first transfer."""
@@ -326,13 +373,20 @@ class Iteration:
                 transfer.wait()
             self.measured.note(action, begun, begun)
 
-    def compute(self, item: Computation) -> None:
-        """Wait for the inputs of a computation, then run it."""
+    def compute(self, item: Computation, since: Any, turn: Turn | None = None) -> None:
+        """Wait for the inputs of a computation, then run it.
+
+        Args:
+            item: the computation.
+            since: the moment from which this rank has waited for its inputs.
+            turn: its place in the plan, if it may depart from the plan.
+        """
         action, run, now = item.action, item.run, self.measured.clock.now
         stage, microbatch = action.stage, action.microbatch
-        since = begun = now()
+        watched = _UNWATCHED if turn is None else self.state.passes.watch(action, turn.is_moved)
         if action.kind is Kind.W:
-            with self.observe("weight gradients of", stage, microbatch):
+            begun = now()
+            with self.observe("weight gradients of", stage, microbatch), watched:
                 run.finish(microbatch)
         elif action.kind is Kind.F:
             received = self.collect(item)
@@ -344,7 +398,8 @@ class Iteration:
             begun = now()
             weight, scale = self.weights.pop((stage, microbatch), 0.0), self.inputs.scale
             weight = weight / loss_shards_of(stage, self.state.num_loss_shards) if scale is None else weight * scale
-            with self.observe("backward of" if action.kind is Kind.B else "input gradients of", stage, microbatch):
+            what = "backward of" if action.kind is Kind.B else "input gradients of"
+            with self.observe(what, stage, microbatch), watched:
                 gradients = run.backward(microbatch, received, weight, is_last=item.is_last)
             self.pass_on(item, gradients)
         self.measured.note(action, since, begun)

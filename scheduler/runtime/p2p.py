@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,6 +139,17 @@ class PendingTransfer:
     def is_done(self) -> bool:
         """Whether :meth:`wait` would return without blocking."""
         return self.handle is None or self.handle.done()
+
+    def has_arrived(self) -> bool:
+        """As :meth:`is_done`, and also True if the data is there although nobody has waited for it."""
+        return self.handle.has_arrived() if isinstance(self.handle, PostedTransfer) else self.is_done()
+
+    def wake_at_end(self, wake: Callable[[], None]) -> bool:
+        """Call ``wake`` once the transfer has ended. Returns whether it will be called; else the caller must poll."""
+        if not isinstance(self.handle, PostedTransfer):
+            return False
+        self.handle.wake_at_end(wake)
+        return True
 
     def wait(self) -> dict[str, Any]:
         """Wait for the transfer, and return the tensors that this rank received."""

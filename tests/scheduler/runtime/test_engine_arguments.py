@@ -177,7 +177,7 @@ def test_each_rank_has_one_pp_rank():
 
 def test_differences_between_engines_are_named():
     def described(pipeline=TWO, last=None, schedule=None, strategy="auto", topology=None):
-        options = EngineOptions(topology, strategy, last, (), 1, None, None, False, 20.0)
+        options = EngineOptions(topology, strategy, last, (), 1, None, None, False, 20.0, "planned")
         return dict(options.describe(schedule or gpipe(pipeline, 2), pipeline))
 
     wider = replace(TWO, edges=(replace(TWO.edges[0], tensors=(_spec(shape=(2, 4)),)),))
