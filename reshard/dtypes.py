@@ -56,7 +56,7 @@ def dtype_name(dtype: Any) -> str:
         meant = _AMBIGUOUS.get(name.lower()) if isinstance(name, str) else None
         hint = did_you_mean(name, [*ITEMSIZE, *_ALIASES]) if meant is None else f"; did you mean {meant!r}?"
         raise ArgumentError(
-            f"dtype {brief(name)} is not supported; supported dtypes are {listed}, and of a byte each int1 to int7 and "
-            f"uint1 to uint7{hint}"
+            f"dtype {brief(name)} is not supported{hint}; supported dtypes are {listed}, and of a byte each int1 to "
+            "int7 and uint1 to uint7"
         )
     return name

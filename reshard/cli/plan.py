@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.cli.model_plan import DIMENSIONS, describe_model_plan, describe_move, hosts_of_eight, plan_model
 from reshard.errors import ArgumentError, TopologyError
 from reshard.formatting import did_you_mean, format_ranks
-from reshard.planner import ALIASES, STRATEGIES, make_plan
+from reshard.planner import ALIASES, AUTO, STRATEGIES, make_plan
 from reshard.sharding import Layout, Mesh
 from reshard.topology import MACHINES, Topology, load_preset, read_topology
 
@@ -120,7 +120,8 @@ def run(options: argparse.Namespace) -> int:
         return _compare(plan_with)
     plan = plan_with(options.strategy)
     _check_rank(options.rank, plan)
-    _print_plan(plan, options.format, options.rank)
+    shows_notes = options.strategy not in (None, AUTO) and options.format in ("text", "summary")
+    _print_plan(plan, options.format, options.rank, auto=plan_with(None) if shows_notes else None)
     return 0
 
 
@@ -156,14 +157,17 @@ def _check_rank(rank: int | None, plan: Plan) -> None:
         raise ArgumentError(f"rank {rank} is not in the plan, whose ranks are {format_ranks(plan.ranks)}")
 
 
-def _print_plan(plan: Plan, form: str, rank: int | None, title: str | None = None) -> None:
+def _print_plan(plan: Plan, form: str, rank: int | None, title: str | None = None, auto: Plan | None = None) -> None:
     """Print a plan in the form that ``--format`` names; with ``rank``, only the messages of that rank.
 
     Args:
         title: the heading of a page.
+        auto: the plan of ``auto``, if another strategy was named.
     """
     from reshard.cli.html_report import plan_to_html
-    from reshard.cli.report import describe_plan
+    from reshard.cli.report import describe_faster, describe_plan
+
+    notes = [] if auto is None else describe_faster(plan, auto)
 
     if form == "json":
         _print_json(plan, rank)
@@ -174,11 +178,11 @@ def _print_plan(plan: Plan, form: str, rank: int | None, title: str | None = Non
     elif form == "summary":
         if rank is not None:
             raise ArgumentError("--format summary covers the whole plan; omit --rank")
-        print(describe_plan(plan, max_lines=0).split("\n\n")[0])
+        print(describe_plan(plan, max_lines=0, notes=notes).split("\n\n")[0])
     elif rank is None:
-        print(describe_plan(plan))
+        print(describe_plan(plan, notes=notes))
     else:
-        print(describe_plan(plan, max_lines=0).split("...")[0])
+        print(describe_plan(plan, max_lines=0, notes=notes).split("...")[0])
         _print_messages(plan, rank)
 
 
@@ -227,7 +231,6 @@ def _compare(plan_with: Callable[[str | None], Plan]) -> int:
     """Print a table that compares all strategies."""
     from reshard.cli.progress import print_line, track
     from reshard.cost import CostReport, find_bound
-    from reshard.planner import AUTO, STRATEGIES
 
     chosen = plan_with(None)
     bound = find_bound(chosen).seconds

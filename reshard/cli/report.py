@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from reshard.codecs import ELEMENT_VALUES, BlockCodec
-from reshard.cost import CostReport
+from reshard.cost import CostReport, predict_makespan
 from reshard.formatting import count_of, format_ranks
 from reshard.plan import Plan, format_plan
 from reshard.planner import plan_tensors, predict
 
+#: A plan of ``auto`` is named if it takes at most this many times the time of the plan shown.
+_FASTER = 0.95
 
-def describe_plan(plan: Plan, max_lines: int = 40) -> str:
-    """A summary of a plan, its cost, and at most ``max_lines`` of its transfers."""
+
+def describe_plan(plan: Plan, max_lines: int = 40, notes: Sequence[str] = ()) -> str:
+    """A summary of a plan, its cost, notes, and at most ``max_lines`` of its transfers."""
     across, inside, copied = plan.bytes_moved()
     body = format_plan(plan, max_lines).splitlines()
     if plan.is_listed and len(plan.transfers) > max_lines:
@@ -25,9 +29,18 @@ def describe_plan(plan: Plan, max_lines: int = 40) -> str:
         f"bytes        {across} between hosts, {inside} inside hosts, {copied} copied within ranks",
         str(CostReport(plan)),
         *_describe_compression(plan),
+        *notes,
         "",
     ]
     return "\n".join(summary + body)
+
+
+def describe_faster(plan: Plan, auto: Plan) -> list[str]:
+    """A line that says how long the plan of ``auto`` takes, if that is clearly faster than a plan; else none."""
+    seconds = predict_makespan(auto).seconds
+    if seconds > _FASTER * predict_makespan(plan).seconds:
+        return []
+    return [f"faster       without --strategy: {auto.strategy} takes {seconds:.6g} s"]
 
 
 def _describe_compression(plan: Plan) -> list[str]:

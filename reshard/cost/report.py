@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from reshard.arguments import check_fields
+from reshard.cost.excess import Excess, describe_excess, find_excess
 from reshard.cost.latency_bounds import LatencyBounds, find_latency_bounds
 from reshard.cost.lower_bound import Bound, find_bound
 from reshard.cost.prediction import Makespan, predict_makespan
@@ -18,6 +19,8 @@ from reshard.plan import Load, Plan, find_loads
 AS_BUSY = 0.999
 #: The report mentions latency if it makes more than this fraction of the predicted time.
 NOTABLE_LATENCY = 0.05
+#: The report says why a plan is slow, and what would help, if it takes more than this many times the bound.
+_NOTABLE_RATIO = 1.1
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,15 @@ class CostReport:
         return max(1.0 - simulate(self.plan, free).makespan_seconds / self.predicted_seconds, 0.0)
 
     @cached_property
+    def excess(self) -> Excess | None:
+        """The causes of the time beyond the bound; None for a large plan in closed form."""
+        return find_excess(self.plan, self.makespan, self.lower_bound_seconds)
+
+    @property
+    def _is_far_above(self) -> bool:
+        return 0 < _NOTABLE_RATIO * self.lower_bound_seconds < self.predicted_seconds
+
+    @cached_property
     def port_loads(self) -> tuple[Load, ...]:
         """Bytes and seconds of each NIC and uplink that the plan uses."""
         return tuple(find_loads(self.plan))
@@ -85,11 +97,10 @@ class CostReport:
     def __str__(self) -> str:
         lines = [f"lower bound  {self.lower_bound_seconds:.6g} s: {self.bound.reason}"]
         if self.latency_bounds is not None and self.lower_bound_seconds:
-            any_plan, unmerged = self.latency_bounds.any_plan_seconds, self.latency_bounds.unmerged_seconds
-            lines.append(
-                f"with latency {any_plan:.6g} s for any plan, {unmerged:.6g} s if no message carries two regions"
-            )
+            lines.append(f"with latency {self._format_latency_bounds(self.latency_bounds)}")
         lines.append(f"predicted    {self._format_prediction()}")
+        if self._is_far_above and self.excess is not None:
+            lines += describe_excess(self.plan, self.excess, self.makespan, self.latency_bounds)
         topology = self.plan.topology
         between, inside = map(format_seconds, (topology.latency_seconds, topology.inside_latency_seconds))
         lines.append(
@@ -98,6 +109,12 @@ class CostReport:
         if self.port_loads:
             lines.append(f"busiest      {self._format_busiest()}")
         return "\n".join(lines)
+
+    def _format_latency_bounds(self, bounds: LatencyBounds) -> str:
+        any_plan, unmerged = bounds.any_plan_seconds, bounds.unmerged_seconds
+        if self.predicted_seconds < unmerged:
+            return f"{any_plan:.6g} s for any plan; with one region in each message, unlike here, {unmerged:.6g} s"
+        return f"{any_plan:.6g} s for any plan, {unmerged:.6g} s if no message carries two regions"
 
     def _format_prediction(self) -> str:
         seconds, bound = self.predicted_seconds, self.lower_bound_seconds
@@ -109,14 +126,19 @@ class CostReport:
         text = f"{seconds:.6g} s, {seconds / bound:.3f} times the bound{estimate}"
         if not self.plan.topology.latency_seconds:
             return f"{text}; latency_seconds is 0, so messages between hosts have no latency"
+        if self._is_far_above:
+            return f"{text}, which counts no latency"
         if self.latency_fraction > NOTABLE_LATENCY:
             percent = f"{100 * self.latency_fraction:.0f} %"
             text += f", which counts no latency (latency is {percent} of the prediction)"
         return text
 
     def _format_busiest(self) -> str:
-        busiest = max(self.port_loads, key=lambda load: load.seconds)
-        ties = len(find_busiest_ports(self.port_loads)) - 1
+        ports, names = find_busiest_ports(self.port_loads), self.bound.ports
+        ties = len(ports) - 1
+        busy = [load for load in self.port_loads if load.port in ports]
+        named = [load for load in busy if load.port.partition(",")[0] in names]  # the ports that the bound names
+        busiest = max(named or busy, key=lambda load: load.seconds)
         text = f"{busiest.port}: {format_bytes(busiest.nbytes)} at {format_rate(busiest.bytes_per_second)}"
         return f"{text}, {busiest.seconds:.6g} s{describe_ties(ties, '; ')}"
 

@@ -4,10 +4,11 @@ Imports the root and :mod:`reshard.sharding`.
 """
 
 from reshard.topology.files import parse_rate, read_topology, topology_from_json, topology_to_json
-from reshard.topology.model import MAX_NICS, MESSAGE_SECONDS, CodecRate, Host, Port, Topology
+from reshard.topology.model import INSIDE_MESSAGE_SECONDS, MAX_NICS, MESSAGE_SECONDS, CodecRate, Host, Port, Topology
 from reshard.topology.presets import MACHINES, load_preset
 
 __all__ = [
+    "INSIDE_MESSAGE_SECONDS",
     "MACHINES",
     "MAX_NICS",
     "MESSAGE_SECONDS",

@@ -61,7 +61,8 @@ def read_topology(path: str | Path) -> Topology:
         if isinstance(error, ReshardError):
             raise TopologyError(f"{path}: {error}") from None
         shown = path if isinstance(path, (str, Path)) else brief(path)
-        raise TopologyError(f"cannot read {shown}: {error}") from None
+        reason = error.strerror or error if isinstance(error, OSError) else error  # str(error) repeats the name
+        raise TopologyError(f"cannot read {shown}: {reason}") from None
 
 
 def _reject_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

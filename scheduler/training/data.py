@@ -23,6 +23,10 @@ class Loader:
         num_samples: number of samples of a batch.
         seed: seed of the random numbers.
 
+    Attributes:
+        recipe: further values of the run, by option, which the state dict also holds.
+        changes: values of the recipe that differ from the loaded state: the option, the loaded value and the new one.
+
     Raises:
         ArgumentError: ``num_samples`` is less than 1.
     """
@@ -31,6 +35,8 @@ class Loader:
         if num_samples < 1:
             raise ArgumentError(f"a batch of {num_samples} samples was asked for; it needs at least 1")
         self.num_samples, self.seed, self.step = num_samples, seed, 0
+        self.recipe: dict[str, Any] = {}
+        self.changes: list[tuple[str, Any, Any]] = []
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """The batch of a step."""
@@ -43,8 +49,8 @@ class Loader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The next step, the seed and the number of samples."""
-        return {"step": self.step, "seed": self.seed, "num_samples": self.num_samples}
+        """The next step, the seed, the number of samples and the recipe."""
+        return {"step": self.step, "seed": self.seed, "num_samples": self.num_samples, "recipe": dict(self.recipe)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the step that :meth:`state_dict` saved.
@@ -59,6 +65,10 @@ class Loader:
                     f"pass --{'batch' if name == 'num_samples' else name} {state[name]}"
                 )
         self.step = int(state["step"])
+        saved = state.get("recipe", {})  # earlier versions saved none
+        self.changes = [
+            (name, saved[name], value) for name, value in self.recipe.items() if name in saved and saved[name] != value
+        ]
 
 
 class TokenLoader(Loader):

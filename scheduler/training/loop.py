@@ -28,6 +28,7 @@ from .dump import TensorDump, dumped_steps
 from .models.making import find_cuts, layer_paths, make_model
 from .models.presets import GPTConfig, Preset
 from .progress import Progress
+from .recipe import describe_changes, make_recipe
 from .report import Report
 
 #: The learning rate ends at this share of its peak.
@@ -126,13 +127,15 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
     losses, skipped = [], []
     with engine:
         start = 0
+        loader.recipe = make_recipe(job)
         if job.resume:
             start = engine.load(folder, optimizer, rates, loader, missing_ok=True, trust_pickle=job.trust_pickle)
+        differences = describe_changes(loader.changes)
         progress = Progress(job.name, start, job.steps, job.preset, job.log_every, shows and rank == 0)
         report = Report(job.report, start, progress.note) if job.report is not None and rank == 0 else None
         measured = None
         with progress, report or contextlib.nullcontext():
-            for text in _describe_start(job, start, engine):
+            for text in [*differences, *_describe_start(job, start, engine)]:
                 progress.note(text)
             if rank == 0:
                 predicted, bound = engine.predict()

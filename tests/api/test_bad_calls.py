@@ -60,6 +60,7 @@ HOSTS = Topology((0, 0, 1, 1))
         (lambda: Topology((0, 0), codec_rates=["int8x128"]), "codec_rates must be"),
         (lambda: reshard.load_preset(["tcp"], 4), "no preset"),
         (lambda: reshard.read_topology(5), "cannot read 5"),
+        (lambda: reshard.read_topology("no.yaml"), "cannot read no.yaml: No such file or directory$"),
         (lambda: reshard.plan_to_json(str(PLAN)), "needs a Plan, not str"),
         (lambda: plan_to_html(str(PLAN)), "needs a Plan, not str"),
         (lambda: topology_to_json(5), "needs a Topology, not int"),

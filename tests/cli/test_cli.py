@@ -40,10 +40,35 @@ def test_text_matches_the_golden_files(capsys):
 
 def test_ratio_to_the_bound_states_the_latency_share(capsys):
     rows = ["plan", "--src-mesh", "2", "--src", "S0 R", "--dst-mesh", "2", "--dst", "R S0", "--format", "summary"]
-    for shape, text in (("64,64", "which counts no latency (latency is 9"), ("16384,16384", None)):
+    for shape, text in (("1400,1400", "which counts no latency (latency is 6 %"), ("16384,16384", None)):
         assert main([*rows, "--shape", shape]) == 0
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("predicted"))
         assert (text or "times the bound\n") in line + "\n"
+
+
+def test_a_plan_far_above_its_bound_says_what_costs_time_and_what_would_help(tmp_path, capsys):
+    def lines_of(strategy="auto", shape="2048,2048", **fields):
+        fields = {"hosts": [{"devices": 8, "nics": "8 x 400 Gbit/s", "count": 4}], "inside": "450 GB/s"} | fields
+        (tmp_path / "cluster.json").write_text(json.dumps(fields))
+        given = ["--topology", str(tmp_path / "cluster.json"), "--format", "summary", "--strategy", strategy]
+        meshes = ["--src-mesh", "2x8", "--src", "S01 R", "--dst-mesh", "2x8", "--dst", "R R"]
+        assert main(["plan", "--shape", shape, *meshes, *given]) == 0
+        lines = (line.partition("  ") for line in capsys.readouterr().out.splitlines())
+        return {name: text.strip() for name, _, text in lines}
+
+    by_default = lines_of()
+    assert by_default["above bound"].startswith("latency (92 %")
+    assert "less than these defaults, which are those of TCP" in by_default["what helps"]
+    rdma = {"latency_seconds": 1e-5, "inside_latency_seconds": 5e-6}
+    assert lines_of(**rdma)["what helps"].startswith("a larger tensor, or several in one plan: a message between hosts")
+    slow_inside = lines_of(inside="50 GB/s", shape="8192,8192", **rdma)
+    assert slow_inside["above bound"].startswith("rates inside hosts (")
+    assert "needs less twice in a host" in slow_inside["what helps"]
+    waiting = lines_of("broadcast", "8192,8192", latency_seconds=1e-9, inside_latency_seconds=1e-9)
+    assert waiting["above bound"].startswith("messages that wait for each other (")
+    assert "--strategy all" in waiting["what helps"]
+    assert waiting["faster"].startswith("without --strategy: multicast takes ")
+    assert "above bound" not in lines_of(shape="32768,32768", **rdma)
 
 
 def test_axes_can_be_named(capsys):

@@ -79,6 +79,29 @@ def test_a_rotation_reaches_the_bound_of_unmerged_plans():
     assert f"with latency {found.any_plan_seconds:.6g} s for any plan, {found.unmerged_seconds:.6g} s if" in text
 
 
+def test_a_report_compares_a_plan_only_with_bounds_that_hold_for_it():
+    src, dst = Layout(Mesh.of((2, 4)), "S01 R"), Layout(Mesh.of((2, 4), first_rank=8), "R S1")
+    topology = Topology.uniform([rank // 4 for rank in range(16)])
+    names = [f"w{number}" for number in range(40)]
+    plan = make_plan(dict.fromkeys(names, src), dict.fromkeys(names, dst), dict.fromkeys(names, (64, 64)), "float32",
+                     topology=topology)  # fmt: skip
+    report = CostReport(plan)
+    bounds = report.latency_bounds
+    assert bounds.any_plan_seconds < report.predicted_seconds < bounds.unmerged_seconds
+    line = f"{bounds.any_plan_seconds:.6g} s for any plan; with one region in each message, unlike here, "
+    assert f"with latency {line}{bounds.unmerged_seconds:.6g} s" in str(report)
+
+
+def test_the_busiest_port_of_a_report_is_one_that_the_bound_names():
+    """All NICs of the chain of hosts are equally busy; the bound is that of a receiver."""
+    src, dst = Layout(Mesh.of(1), "R"), Layout(Mesh.of(3, first_rank=1), "R")
+    topology = Topology.uniform((0, 1, 2, 3), 1e9)
+    report = CostReport(make_plan(src, dst, (10**7,), "float32", topology=topology, strategy="broadcast"))
+    receiver = report.bound.ports[0]
+    assert report.port_loads[0].port not in report.bound.ports
+    assert f"busiest      {receiver}: " in str(report)
+
+
 @pytest.mark.integration
 def test_no_plan_is_below_its_bounds():
     """200 plans on hosts of several NICs, rates and pods. Plain sends of one region each are unmerged."""

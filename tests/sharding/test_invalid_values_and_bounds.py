@@ -166,6 +166,8 @@ def test_dtype_name_accepts_all_libraries():
     assert dtype_name(np.dtype("int8")) == dtype_name(torch.int8) == "int8"
     with pytest.raises(ArgumentError, match="is not supported; supported dtypes are"):
         dtype_name("string")
+    with pytest.raises(ArgumentError, match=r"dtype 'flaot32' is not supported; did you mean 'float32'\?; supported"):
+        dtype_name("flaot32")
     for name, size in ITEMSIZE.items():
         if hasattr(torch, name):
             assert getattr(torch, name).itemsize == size

@@ -141,6 +141,29 @@ def test_close_names_and_rules_that_fit_no_tensor_are_named():
         assert "; did you mean 'model.norm.weight'?; 2 rules changed nothing: Rename(" in text
 
 
+def _fused_wrongly(rank):
+    """Half of a fused tensor, as an engine with tensor parallelism holds it; then one part of three that is missing."""
+    prefix, texts = "model.layers.0.self_attn", []
+    parts = {f"{prefix}.{name}_proj.weight": torch.ones(rows, 4) for name, rows in (("q", 8), ("k", 4), ("v", 4))}
+    fused, half = ({f"{prefix}.qkv_proj.weight": torch.zeros(rows, 4)} for rows in (16, 8))
+    without_k, without_q = ({n: t for n, t in parts.items() if f".{part}_proj" not in n} for part in "kq")
+    for source, target in ((parts, half), (without_k, fused), (without_q, fused), (fused, without_k)):
+        with pytest.raises(ArgumentError) as caught:
+            transfer_state_dict(source if rank == 0 else None, target if rank == 1 else None)
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_wrong_parts_of_a_fused_tensor_are_named():
+    of_shape, of_k, of_q, of_split = run_processes(_fused_wrongly, 2)[0]
+    name = "model.layers.0.self_attn.{}_proj.weight"
+    assert f"{name.format('qkv')!r} has shape [8, 4], but [16, 4] as Concatenate(" in of_shape
+    assert "state the part by shards=" in of_shape
+    assert f"would join or split them, but the source lacks {name.format('k')!r};" in of_k
+    assert f"would join or split them, but the source lacks {name.format('q')!r};" in of_q
+    assert f"would join or split them, but the destination lacks {name.format('k')!r};" in of_split
+
+
 def _flipped(rank):
     source, target = {"a": torch.ones(6, 2), "b": torch.ones(3)}, {"a": torch.zeros(6, 2), "b": torch.zeros(3)}
     digest = verify.Checker.digest_target

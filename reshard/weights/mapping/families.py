@@ -19,7 +19,9 @@ from reshard.weights.mapping.rules import (
     Transpose,
     Trim,
     apply_rules,
+    fill,
     inverted,
+    match_names,
 )
 
 _EXPERT = "{p}.experts.{e:d}."
@@ -222,6 +224,44 @@ def find_rules(
         if trial.keys() != made.keys() and not (made.keys() - trial.keys()) & wanted.keys():
             made, chosen = trial, [*chosen, rule]
     return tuple(chosen), made
+
+
+def find_misfit(shapes: Shapes, wanted: Shapes, missing: Iterable[str]) -> tuple[str, tuple[int, ...], Rule] | None:
+    """A missing tensor that a family's rules make with another shape: its name, that shape, and the last rule."""
+    for group in GROUPS:
+        made = {name: ComposedTensor.of(name, shape) for name, shape in shapes.items()}
+        try:
+            for rule in group:
+                rule.apply(made, wanted)
+        except ArgumentError:
+            continue
+        for name in missing:
+            if name in made:
+                return name, made[name].shape, group[-1]
+    return None
+
+
+def find_lacking(shapes: Shapes, wanted: Shapes, missing: str) -> tuple[Rule, str, list[str]] | None:
+    """A family's rule that needs some tensors and lacks others: the rule, the side that lacks them, and their names.
+
+    Args:
+        shapes: shapes of the source, by name.
+        wanted: shapes of the destination.
+        missing: a tensor of the destination that the rule would make.
+    """
+    for rule in (rule for group in _FUSED for rule in group if isinstance(rule, Concatenate)):
+        fused = match_names(rule.target, {missing: ()})
+        split = [filled for source in rule.sources for _, filled in match_names(source, {missing: ()})]
+        if fused:
+            parts = [fill(source, fused[0][1]) for source in rule.sources]
+            lacking = [name for name in parts if name not in shapes]
+            if 0 < len(lacking) < len(parts):
+                return rule, "source", lacking
+        elif split and fill(rule.target, split[0]) in shapes:
+            lacking = [name for name in (fill(source, split[0]) for source in rule.sources) if name not in wanted]
+            if lacking:
+                return rule.inverse(), "destination", lacking
+    return None
 
 
 def _fitting(made: Mapping[str, ComposedTensor], wanted: Shapes) -> set[str]:

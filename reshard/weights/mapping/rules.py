@@ -46,16 +46,16 @@ class Rename(_Rule):
 
     def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """Replace tensors by what the rule makes of them; ``wanted`` has the shapes of the destination."""
-        renamed = [(_fill(self.target, filled), made.pop(name)) for name, filled in match_names(self.source, made)]
+        renamed = [(fill(self.target, filled), made.pop(name)) for name, filled in match_names(self.source, made)]
         for name, tensor in renamed:
             _put(made, name, tensor, self)
 
     def wanted_before(self, wanted: Shapes) -> Shapes:
         """The shapes of the destination by the names that tensors have before this rule."""
-        _fill(self.target, dict.fromkeys(_placeholders(self.source), ""))  # raises if it does not fit
+        fill(self.target, dict.fromkeys(_placeholders(self.source), ""))  # raises if it does not fit
         names = dict(wanted)
         for name, filled in match_names(self.target, names):
-            names[_fill(self.source, filled)] = names.pop(name)
+            names[fill(self.source, filled)] = names.pop(name)
         return names
 
 
@@ -74,12 +74,12 @@ class Concatenate(_Rule):
     def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         for _, filled in match_names(self.sources[0], made):
-            names = [_fill(source, filled) for source in self.sources]
+            names = [fill(source, filled) for source in self.sources]
             missing = [name for name in names if name not in made]
             if missing:
                 raise ArgumentError(f"{self} lacks {', '.join(map(repr, missing))}")
             joined = join_tensors([made.pop(name) for name in names], self.dim, str(self))
-            _put(made, _fill(self.target, filled), joined, self)
+            _put(made, fill(self.target, filled), joined, self)
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Stack(_Rule):
         number = _number_of(self.source)
         by_target: dict[str, dict[int, str]] = {}
         for name, filled in match_names(self.source, made):
-            by_target.setdefault(_fill(self.target, filled), {})[int(filled[number])] = name
+            by_target.setdefault(fill(self.target, filled), {})[int(filled[number])] = name
         for target, numbered in by_target.items():
             if sorted(numbered) != list(range(len(numbered))):
                 raise ArgumentError(f"{self}: {target!r} would lack numbers below {max(numbered)}")
@@ -155,7 +155,7 @@ class Unstack(_Rule):
             _check_dim(self, self.dim, whole.shape)
             for index in range(whole.shape[self.dim]):
                 layer = whole.cut(self.dim, range(index, index + 1)).without_dim(self.dim)
-                _put(made, _fill(self.target, filled | {number: str(index)}), layer, self)
+                _put(made, fill(self.target, filled | {number: str(index)}), layer, self)
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ class GroupHeads(_Rule):
     def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         for _, filled in match_names(self.sources[0], made):
-            names = [_fill(source, filled) for source in self.sources]
+            names = [fill(source, filled) for source in self.sources]
             missing = [name for name in names if name not in made]
             if missing:
                 raise ArgumentError(f"{self} lacks {', '.join(map(repr, missing))}")
@@ -319,7 +319,7 @@ class GroupHeads(_Rule):
                 for group in range(self.groups)
                 for tensor, size in zip(tensors, sizes, strict=True)
             ]
-            _put(made, _fill(self.target, filled), join_tensors(runs, 0, str(self)), self)
+            _put(made, fill(self.target, filled), join_tensors(runs, 0, str(self)), self)
 
 
 @dataclass(frozen=True)
@@ -489,14 +489,15 @@ def _placeholders(pattern: str) -> list[str]:
 
 def _fill_wanted(rule: Rule, targets: Sequence[str], filled: Any, wanted: Shapes) -> list[str]:
     """The names that a rule makes, all of which the destination must have."""
-    names = [_fill(target, filled) for target in targets]
+    names = [fill(target, filled) for target in targets]
     missing = [name for name in names if name not in wanted]
     if missing:
         raise ArgumentError(f"{rule}: the destination lacks {', '.join(map(repr, missing))}")
     return names
 
 
-def _fill(pattern: str, filled: Mapping[str, str]) -> str:
+def fill(pattern: str, filled: Mapping[str, str]) -> str:
+    """The name that a pattern gives with these values of its placeholders."""
     try:
         return _PLACEHOLDER.sub(lambda match: filled[match[1]], pattern)
     except KeyError as error:

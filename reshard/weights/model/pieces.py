@@ -16,9 +16,9 @@ from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of, did_you_mean
 from reshard.sharding import Box, RegionLayout, Shards, TensorSpec, cut_shards
-from reshard.weights.mapping.families import find_rules
+from reshard.weights.mapping.families import find_lacking, find_misfit, find_rules
 from reshard.weights.mapping.parts import Part, Region, intersect, pick, positions
-from reshard.weights.mapping.rules import Rule, find_idle_rules
+from reshard.weights.mapping.rules import Rule, Shapes, find_idle_rules
 from reshard.weights.model.holdings import join_dim
 from reshard.weights.model.manifest import Entry, Manifest
 
@@ -179,18 +179,32 @@ def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
         if names
     ]
     if unmatched:
-        idle = [] if target.rules is None else find_idle_rules(target.rules, shapes, wanted)
-        advice = [did_you_mean(missing[0], extra) if missing else ""]
-        if idle:
-            advice.append(f"; {count_of(len(idle), 'rule')} changed nothing: {', '.join(map(str, idle[:MAX_NAMES]))}")
+        if target.rules is None and (misfit := find_misfit(shapes, wanted, missing)) is not None:
+            name, shape, rule = misfit
+            raise ArgumentError(_describe_shapes(what, name, wanted[name], shape, rule))
+        advice = _advise(target, shapes, wanted, missing, extra)
         raise ArgumentError(
-            f"{what}: {', and '.join(unmatched)}{''.join(advice)}; if the sides name or divide the same weights in "
+            f"{what}: {', and '.join(unmatched)}{advice}; if the sides name or divide the same weights in "
             "different ways, say how by rules=, for example with weights.Rename or weights.Drop"
         )
     if not pieces:
         raise ArgumentError(f"{what} has no tensors")
     check_pieces(pieces, rules, source, target, what)
     return pieces
+
+
+def _advise(target: Manifest, shapes: Shapes, wanted: Shapes, missing: Sequence[str], extra: Sequence[str]) -> str:
+    """What may be wrong if tensors are missing on one side, each after a semicolon."""
+    if target.rules is None:
+        lacking = (find_lacking(shapes, wanted, name) for name in missing)
+        rule, side, names = next((one for one in lacking if one is not None), (None, "", []))
+        if rule is not None:
+            return f"; {rule} would join or split them, but the {side} lacks {', '.join(map(repr, names))}"
+    advice = did_you_mean(missing[0], extra) if missing else ""
+    idle = [] if target.rules is None else find_idle_rules(target.rules, shapes, wanted)
+    if idle:
+        advice += f"; {count_of(len(idle), 'rule')} changed nothing: {', '.join(map(str, idle[:MAX_NAMES]))}"
+    return advice
 
 
 def _cut_to_views(piece: Piece, source: Entry, target: Entry) -> list[Piece]:
@@ -282,9 +296,12 @@ def _make_piece(part: Part, target: str, source: Manifest) -> Piece:
     )
 
 
-def _describe_shapes(what: str, name: str, wanted: tuple[int, ...], made: tuple[int, ...]) -> str:
-    """The error of a tensor whose shape differs on both sides."""
-    text = f"{what}: {name!r} has shape {list(wanted)}, but {list(made)} on the source"
+def _describe_shapes(
+    what: str, name: str, wanted: tuple[int, ...], made: tuple[int, ...], rule: Rule | None = None
+) -> str:
+    """The error of a tensor whose shape differs on both sides; ``rule`` made it of tensors of the source."""
+    maker = "on the source" if rule is None else f"as {rule} makes it of the source"
+    text = f"{what}: {name!r} has shape {list(wanted)}, but {list(made)} {maker}"
     pairs = sorted((wanted, made))
     if len(wanted) == len(made) and all(part <= whole for part, whole in zip(*pairs, strict=True)):
         text += (

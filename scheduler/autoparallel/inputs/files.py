@@ -56,7 +56,8 @@ def read_text(path: str | Path) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"cannot read {path}: {error}") from error
+        reason = error.strerror or error if isinstance(error, OSError) else error  # str(error) repeats the name
+        raise ArgumentError(f"cannot read {path}: {reason}") from error
 
 
 @check_arguments()

@@ -42,6 +42,9 @@ def _summary_lines(training_plan: TrainingPlanRecord) -> list[str]:
         f"{count_of(training_plan.num_microbatches, 'microbatch')}, found by {training_plan.method}, "
         f"schedule {training_plan.schedule.name}"
     ]
+    names = [name for stage in training_plan.layer_names for name in stage]
+    if len(names) > 1:
+        lines.append(f"layers 0 to {len(names) - 1} are {_list_of(names)}")
     lines += _device_lines(training_plan)
     if training_plan.is_guess:
         lines.append("all seconds are a GUESS: the profile is an estimate; measure one with profile_layers()")
@@ -103,12 +106,16 @@ def _step_lines(training_plan: TrainingPlanRecord, stages: Sequence[int]) -> lis
         idle = 0.0
     shared = f" of stages {_list_of(list(map(str, stages)))}" if len(stages) > 1 else ""
     in_flight = " and ".join(count_of(item.in_flight, "microbatch") for item in reports)
+    holds_whole = training_plan.num_microbatches > 1 and any(
+        choice.zero == 3 for stage in stages for choice in training_plan.stages[stage].choices
+    )
+    states = f"states {format_bytes(round(report.state_bytes))}{' with whole gradients' if holds_whole else ''}"
     lines = [
         f"  step{shared}: {busy:.3g} s busy, {report.exposed_seconds:.3g} s waiting for transfers, "
         f"{idle:.3g} s otherwise idle, {sums:.3g} s gradient "
         f"sums{f' over replicas and {ties:.3g} s over stages' if ties else ''}",
         f"  memory: {format_bytes(round(report.memory_bytes))} of {format_bytes(round(report.limit_bytes))}: "
-        f"states {format_bytes(round(report.state_bytes))}, {in_flight} in "
+        f"{states}, {in_flight} in "
         f"flight {format_bytes(round(report.activation_bytes))}, "
         f"working {format_bytes(round(report.working_bytes))}, buffers {format_bytes(round(report.buffer_bytes))}",
     ]

@@ -103,7 +103,7 @@ def test_a_search_warns_of_a_noisy_profile_once():
         (lambda: Choice(recompute=[1]), r"recompute of a choice is \[1\]; it must be a bool"),
         (lambda: StagePlan(0, 1, 0, 1.0, (Choice(),)), r"layers and ranks of a stage are \(0, 1, 0, 1.0\)"),
         (lambda: make_graph(heads=5), "5 heads do not divide hidden"),
-        (lambda: LayerProfile.read("/no/such/file"), "cannot read /no/such/file"),
+        (lambda: LayerProfile.read("/no/such/file"), "cannot read /no/such/file: No such file or directory$"),
         (lambda: TrainingPlan.read("/"), "cannot read /"),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, TopologyError
+from reshard.formatting import format_bytes
 from reshard.parallel.costs import find_axis_cost
 from reshard.parallel.grid.cuts import AXES
 from reshard.scheduler import check_schedule
@@ -85,6 +86,7 @@ def test_formats_are_read_back(training_plan, tmp_path):
 def test_explain_marks_a_guess_and_names_what_others_lack(training_plan):
     text = training_plan.explain()
     assert "GUESS" in text
+    assert f"layers 0 to {len(GRAPH.layers) - 1} are {GRAPH.layers[0].name}, " in text
     bound = f"takes less than {training_plan.bound_seconds:.4g} s"
     assert f"no plan of this model on all ranks or any part that the search considers {bound}" in text
     on_all = search(GRAPH, CLUSTER, PROFILE, num_samples=8, states=MIXED_PRECISION, method="pure")
@@ -256,13 +258,17 @@ def test_a_codec_that_is_slow_one_way_codes_the_other():
     cluster = Cluster(replace(Topology.uniform((0, 1), 1e7), codec_rates=rates), 1e9)
 
     def sharded(problem):
-        return [Candidate("sharded", (StagePlan(0, 2, 0, 2, (Choice(zero=3),) * 2),), 1)]
+        return [Candidate("sharded", (StagePlan(0, 2, 0, 2, (Choice(zero=3),) * 2),), problem.microbatch_counts[0])]
 
     policy = Policy(zero=("int4x128", "int8x128"))
     match = search(
         graph, cluster, profile, num_samples=2, keep={"num_microbatches": 1}, method=sharded, compression=policy
     )
     assert match.compression == Policy(zero=(None, "int8x128"))
+    assert "with whole gradients" not in match.explain()
+    whole = search(graph, cluster, profile, num_samples=4, keep={"num_microbatches": 2}, method=sharded)
+    assert f": states {format_bytes(round(whole.reports[0].state_bytes))} with whole gradients, " in whole.explain()
+    assert whole.reports[0].state_bytes > match.reports[0].state_bytes
 
 
 def test_methods_are_functions_that_may_be_passed_in():

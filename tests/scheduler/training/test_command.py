@@ -36,12 +36,18 @@ def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
     assert main([*command, "--steps", "4", "--compression", "dp=int4x128-bf16,pp=int8x128"]) == 0
     shown = capfd.readouterr()
     assert "continuing at step 2" in shown.err
+    assert (
+        "the checkpoint was saved with --steps 2, not --steps 4: the learning rate follows the new number" in shown.err
+    )
+    assert "the checkpoint was saved with --compression none, not --compression " in shown.err
     assert "0 -> 1 activations: " in shown.err
     assert "gpt3-125m/24 on 1x1,2x1, steps 2 to 4: loss 5." in shown.out
     predicted, bound = map(float, re.search(r"predicted step (\S+) s, .* schedules, (\S+) s", shown.err).groups())
     assert 0 < bound <= predicted * 1.001
     assert [step for step, _ in read_losses("gpt3-125m.report").training] == [1, 2, 3, 4]
     assert json.loads((tmp_path / "gpt3-125m.report" / "trace.json").read_text())["traceEvents"]
+    assert main([*command, "--steps", "4", "--learning-rate", "0.5"]) == 2
+    assert "--learning-rate 0.003, not 0.5; resumed runs keep theirs" in capfd.readouterr().err
 
 
 @pytest.mark.slow

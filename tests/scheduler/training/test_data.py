@@ -32,7 +32,7 @@ def test_order_is_a_function_of_seed_and_step(kind):
 
     loader = make(1)
     batches = [batch for _, batch in zip(range(4), loader, strict=False)]
-    assert loader.state_dict() == {"step": 4, "seed": 1, "num_samples": 3}
+    assert loader.state_dict() == {"step": 4, "seed": 1, "num_samples": 3, "recipe": {}}
     assert same(make(1).batch(3), batches[3])
     assert not same(make(2).batch(3), batches[3])
     resumed = make(1)

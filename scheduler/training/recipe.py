@@ -1,0 +1,50 @@
+"""What a resumed run must share with the run that saved the checkpoint, and what it says where it differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from .loop import Job
+
+#: What another value of an option changes in a resumed run.
+_EFFECTS = {
+    "steps": "the learning rate follows the new number from here on, so the run differs from an uninterrupted one",
+    "warmup": "the learning rate follows the new number from here on, so the run differs from an uninterrupted one",
+    "data": "the run reads the other file from this step on",
+    "autocast": "the run computes in the other dtype from here on",
+    "compression": "the other codecs are used from here on",
+}
+
+
+def make_recipe(job: Job) -> dict[str, Any]:
+    """The values by option that decide what a run computes, besides the seed and the batch, which loaders compare."""
+    return {
+        "steps": job.steps,
+        "warmup": job.warmup,
+        "learning-rate": job.preset.learning_rate,
+        "data": "" if job.data is None else Path(job.data).name,
+        "autocast": job.preset.autocast or "none",
+        "compression": job.compression or "none",
+    }
+
+
+def describe_changes(changes: list[tuple[str, Any, Any]]) -> list[str]:
+    """What differs from the run that saved the checkpoint, and what follows: a line for each option.
+
+    Raises:
+        ArgumentError: the peak learning rate differs. The checkpoint has its own, so another one would have no effect.
+    """
+    lines = []
+    for option, saved, value in changes:
+        if option == "learning-rate":
+            raise ArgumentError(
+                f"the checkpoint was saved with --learning-rate {saved}, not {value}; resumed runs keep theirs: pass "
+                f"--learning-rate {saved}, or begin anew in another folder"
+            )
+        before, now = (f"--{option} {text}" if text != "" else f"no --{option}" for text in (saved, value))
+        lines.append(f"the checkpoint was saved with {before}, not {now}: {_EFFECTS[option]}")
+    return lines
