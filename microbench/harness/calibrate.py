@@ -383,7 +383,7 @@ def measured_topology(topology: Topology, measured: dict[str, Any]) -> Topology:
         latency_seconds=measured["latency"] or 0.0,
         inside_latency_seconds=measured["inside_latency"] or 0.0,
         start_seconds=measured["start"],
-        turn_seconds=0.0,  # a shaped link that was idle passes a burst at once, which hides this delay
+        sender_switch_seconds=0.0,  # a shaped link that was idle passes a burst at once, which hides this delay
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from reshard.cost.fluid import UNLIMITED, Network, flow_until
 from reshard.cost.serial_ports import UNLIMITED_RATE
 from reshard.errors import PlanError, TopologyError
-from reshard.plan import MessageTable, Plan, find_turns, recvs_ahead, tabulate_messages
+from reshard.plan import MessageTable, Plan, find_sender_switches, recvs_ahead, tabulate_messages
 from reshard.ragged import number_values, ranges
 from reshard.topology import MAX_NICS, Topology
 
@@ -56,8 +56,8 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
     * Bursts: NICs and uplinks are token buckets of ``burst_bytes``, full at the start. They save unused capacity while
       idle, and pass it at once later.
     * Latency: a message first occupies its sender's port for the latency, then its bytes flow. If it may enter its host
-      only after another rank's message has ended, it occupies the port for another ``turn_seconds``, in which its
-      sender learns of that end.
+      only after another rank's message has ended, it occupies the port for another ``sender_switch_seconds``, in which
+      its sender learns of that end.
     * Start: nothing flows before ``start_seconds``.
 
     Args:
@@ -127,9 +127,9 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
     later = np.repeat(np.arange(len(moves)), num_after)[after >= 0]  # copies take no time
     ports = _Ports.of(topology, pairs // len(host), pairs % len(host))
     overhead_seconds = np.where(inside, topology.inside_latency_seconds, topology.latency_seconds)
-    if topology.turn_seconds:
-        takes_turn = find_turns(plan)[messages.transfer[moves]] & (messages.chunk[moves] == 0)
-        overhead_seconds = overhead_seconds + np.where(takes_turn, topology.turn_seconds, 0.0)
+    if topology.sender_switch_seconds:
+        switches_sender = find_sender_switches(plan)[messages.transfer[moves]] & (messages.chunk[moves] == 0)
+        overhead_seconds = overhead_seconds + np.where(switches_sender, topology.sender_switch_seconds, 0.0)
     overhead_port = ports.port[ports.port_at[:-1]]
     return Network(
         queue=queue,

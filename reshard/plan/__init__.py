@@ -28,7 +28,7 @@ from reshard.plan.model import (
     ranks_of,
     recvs_ahead,
 )
-from reshard.plan.ordering import find_turns, find_waits
+from reshard.plan.ordering import find_sender_switches, find_waits
 from reshard.plan.port_loads import Load, describe_load, find_loads
 from reshard.plan.rotation_loads import RotationLoads
 from reshard.plan.rotation_plan import ROTATION, RotationPlan
@@ -62,7 +62,7 @@ __all__ = [
     "ensure_checked",
     "expand_messages",
     "find_loads",
-    "find_turns",
+    "find_sender_switches",
     "find_waits",
     "format_plan",
     "is_sound",

@@ -37,13 +37,13 @@ class Waits:
     is_sent: np.ndarray
 
 
-def find_turns(plan: Plan) -> np.ndarray:
-    """``(transfers,)`` bool: whether the receiver of a transfer waits for another transfer into its host to end."""
+def find_sender_switches(plan: Plan) -> np.ndarray:
+    """``(transfers,)`` bool: whether a transfer waits at its receiver for that of another sender to end."""
     waits = find_waits(plan)
     receiver = plan.transfers.receiver[plan.transfers.edge_at[:-1]]
-    turns = np.zeros(len(plan.transfers), dtype=bool)
-    turns[waits.later[waits.waiter == receiver[waits.later]]] = True
-    return turns
+    is_switch = np.zeros(len(plan.transfers), dtype=bool)
+    is_switch[waits.later[waits.waiter == receiver[waits.later]]] = True
+    return is_switch
 
 
 def find_waits(plan: Plan, rank: int | None = None) -> Waits:

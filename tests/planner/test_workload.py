@@ -13,7 +13,7 @@ from reshard import Layout, Mesh, Topology, make_plan
 from reshard.cost.report import CostReport
 from reshard.errors import ArgumentError, PlanError
 from reshard.plan.messages import expand_messages
-from reshard.plan.ordering import find_turns, find_waits
+from reshard.plan.ordering import find_sender_switches, find_waits
 from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
 from reshard.planner import auto
@@ -192,7 +192,7 @@ tensor 0 uint8 [9] from () on Mesh(ranks 0) to () on Mesh(0=5; ranks 1-5)
 """
 
 
-def test_find_waits_and_find_turns_match_a_plan_by_hand():
+def test_find_waits_and_find_sender_switches_match_a_plan_by_hand():
     """Each host has two ranks. Transfer 4 uses the connection of transfer 0; neither rank of 8 can see the end of 0."""
     plan = parse_plan(ORDERED)
     waits = find_waits(plan)
@@ -201,7 +201,7 @@ def test_find_waits_and_find_turns_match_a_plan_by_hand():
     assert [tuple(map(int, row)) for row in rows] == [
         (1, 1, 0, 1), (2, 3, 2, 0), (3, 3, 2, 0), (5, 0, 0, 1), (6, 1, 0, 1), (7, 2, 2, 0)
     ]  # fmt: skip
-    assert np.flatnonzero(find_turns(plan)).tolist() == [2, 7]
+    assert np.flatnonzero(find_sender_switches(plan)).tolist() == [2, 7]
     other = parse_plan(ORDERED.replace("4 -> 5 splits 1 window 1 after 0", "4 -> 5 splits 1 window 1 after 1"))
     columns = {name: getattr(other.transfers, name) for name in Transfers.__dataclass_fields__}
     with pytest.raises(PlanError, match="transfer 8 gets data from transfer 0, but does not come after it"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from reshard.plan import Plan, find_turns, recvs_ahead, tabulate_messages
+from reshard.plan import Plan, find_sender_switches, recvs_ahead, tabulate_messages
 
 
 def serial_seconds_python(plan: Plan) -> float:
@@ -14,7 +14,7 @@ def serial_seconds_python(plan: Plan) -> float:
     Links that many ports share pass several at once.
     """
     topology, messages = plan.topology, tabulate_messages(plan)
-    turns = find_turns(plan)
+    switches_sender = find_sender_switches(plan)
     free_at: dict[tuple[Any, ...], float] = defaultdict(float)
     sent: dict[tuple[int, bool], list[float]] = defaultdict(list)
     received: dict[int, list[float]] = defaultdict(list)
@@ -32,8 +32,8 @@ def serial_seconds_python(plan: Plan) -> float:
             if len(ends) >= back:
                 begin = max(begin, ends[-back])
         held = begin + (topology.inside_latency_seconds if a == b else topology.latency_seconds)
-        if topology.turn_seconds and turns[messages.transfer[i]] and messages.chunk[i] == 0:
-            held += topology.turn_seconds
+        if topology.sender_switch_seconds and switches_sender[messages.transfer[i]] and messages.chunk[i] == 0:
+            held += topology.sender_switch_seconds
         nbytes = float(messages.nbytes[i])
         seconds = nbytes / min(path.values())
         end = held + seconds

@@ -297,7 +297,12 @@ def test_omitted_latencies_default_to_tcp():
     numbers = {"latency_seconds": 0, "inside_latency_seconds": 0}
     assert free == topology_from_json(hosts | numbers) == topology_from_json(short | numbers)
     src, dst = Layout(Mesh.of(2)), Layout(Mesh.of(2, first_rank=2))
-    for topology in (default, free, replace(default, inside_latency_seconds=0), replace(free, turn_seconds=1e-4)):
+    for topology in (
+        default,
+        free,
+        replace(default, inside_latency_seconds=0),
+        replace(free, sender_switch_seconds=1e-4),
+    ):
         assert topology_from_json(topology_to_json(topology)) == topology
         plan = make_plan(src, dst, (8,), "int8", topology=topology)
         assert parse_plan(str(plan)).topology == topology

@@ -65,13 +65,13 @@ def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: Workload) -
     is_cut = choice.cols if sizes.products else 1  # an embedding saves only its tokens, which columns do not divide
     saved = (layer_times.saved_bytes or layer.saved_bytes * own) / is_cut
     kept = min(saved, layer.input_bytes * own / is_cut) if choice.recompute else saved
-    shared = _share_states(params, choice, place, work)
-    sync = price.depth_seconds if choice.zero == 0 else shared.sync_seconds
-    if shared.all_gather_seconds:
+    state_costs = _price_grid_states(params, choice, place, work)
+    sync = price.depth_seconds if choice.zero == 0 else state_costs.sync_seconds
+    if state_costs.all_gather_seconds:
         forward, backward = (
-            seconds + shared.all_gather_seconds
-            if shared.is_encoded
-            else overlapped_seconds(seconds, shared.all_gather_seconds, work.profile.slowdown)
+            seconds + state_costs.all_gather_seconds
+            if state_costs.is_encoded
+            else overlapped_seconds(seconds, state_costs.all_gather_seconds, work.profile.slowdown)
             for seconds in (forward, backward)
         )
     gather, scatter = device_seconds_of_zero_3(times, choice, params / max(1, layer.num_params))
@@ -83,17 +83,17 @@ def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: Workload) -
         compute,
         before - compute,
         forward + backward - before,
-        shared.state_bytes,
-        shared.gradient_bytes,
+        state_costs.state_bytes,
+        state_costs.gradient_bytes,
         kept,
         saved - kept,
-        shared.gathered_bytes,
+        state_costs.gathered_bytes,
         sync,
         float(price.panel_elements * _itemsize(work)),
     )
 
 
-class _SharedStates(NamedTuple):
+class _GridStateCosts(NamedTuple):
     """States of a layer on one rank, and what moves over the depth of a grid.
 
     Attributes:
@@ -110,17 +110,20 @@ class _SharedStates(NamedTuple):
     is_encoded: bool = False
 
 
-def _share_states(params: float, choice: Choice, place: StagePlace, work: Workload) -> _SharedStates:
-    """What ZeRO over the depth of a grid shares of the states of ``params`` parameters. See :mod:`.costs`."""
+def _price_grid_states(params: float, choice: Choice, place: StagePlace, work: Workload) -> _GridStateCosts:
+    """What a rank keeps of the states of ``params`` parameters, and the collectives of ZeRO over the depth of a grid.
+
+    The twin in :mod:`.layer_costs` is for layers without a grid.
+    """
     states, num_microbatches, codec_costs, depth = work.states, work.num_microbatches, work.codec_costs, choice.grid[2]
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
     if choice.zero == 0:  # the sum over the depth makes a copy of the gradients
-        return _SharedStates(weights + gradients * (2 if depth > 1 else 1) + optimizer, gradients)
+        return _GridStateCosts(weights + gradients * (2 if depth > 1 else 1) + optimizer, gradients)
     depth_cost = _axis_costs(place, choice.grid)["depth"]
     gather, scatter = depth_cost.seconds(weights / depth), depth_cost.seconds(gradients / depth)
     if choice.zero < 3:
         kept = gradients if choice.zero == 1 or num_microbatches > 1 else gradients / depth
-        return _SharedStates(weights + kept + optimizer / depth, kept, 0.0, 0.0, scatter + gather)
+        return _GridStateCosts(weights + kept + optimizer / depth, kept, 0.0, 0.0, scatter + gather)
     is_encoded = False
     if codec_costs.all_gather is not None:
         coding = codec_costs.all_gather
@@ -132,7 +135,7 @@ def _share_states(params: float, choice: Choice, place: StagePlace, work: Worklo
         encoded = coding.coding_seconds(gradients, gradients) + depth_cost.seconds(gradients * coding.ratio / depth)
         scatter = codec_costs.faster(scatter, encoded)
     held = gradients / depth if num_microbatches == 1 else gradients
-    return _SharedStates((weights + optimizer) / depth + held, held, weights, gather, scatter, is_encoded)
+    return _GridStateCosts((weights + optimizer) / depth + held, held, weights, gather, scatter, is_encoded)
 
 
 def _exposed(price: LayerPrice) -> float:

@@ -229,14 +229,14 @@ def layer_cost(layer: Layer, choice: Choice, place: StagePlace, work: Workload) 
         ring_seconds(nbytes * own, size, place.inside_bytes_per_second, place.inside_latency_seconds, passes)
         for nbytes, passes, size in sharding.collectives
     )
-    shared = _share_states(sharding.params, choice, place, work)
+    state_costs = _price_states(sharding.params, choice, place, work)
     computed_backward = backward + (forward if choice.recompute else 0.0)
     backward_sums = sums * (2 if choice.recompute else 1)
-    whole_forward = overlapped_seconds(forward + sums, shared.all_gather_seconds, profile.slowdown)
-    moved = shared.all_gather_seconds + shared.reduce_scatter_seconds
+    whole_forward = overlapped_seconds(forward + sums, state_costs.all_gather_seconds, profile.slowdown)
+    moved = state_costs.all_gather_seconds + state_costs.reduce_scatter_seconds
     whole_backward = overlapped_seconds(computed_backward + backward_sums, moved, profile.slowdown)
     if codec_costs.all_gather is not None and choice.zero == 3:  # encoded all-gathers do not overlap with computation
-        gather = codec_costs.all_gather.all_gather_seconds(place, shared.gathered_bytes, choice.tp)
+        gather = codec_costs.all_gather.all_gather_seconds(place, state_costs.gathered_bytes, choice.tp)
         whole_forward = codec_costs.faster(whole_forward, forward + sums + gather)
         whole_backward = codec_costs.faster(whole_backward, computed_backward + backward_sums + gather)
     gather, scatter = device_seconds_of_zero_3(times, choice, sharding.params / max(1, layer.num_params))
@@ -254,13 +254,13 @@ def layer_cost(layer: Layer, choice: Choice, place: StagePlace, work: Workload) 
         compute,
         sums + backward_sums,
         whole_forward + whole_backward - compute - sums - backward_sums,
-        shared.state_bytes,
-        shared.gradient_bytes,
+        state_costs.state_bytes,
+        state_costs.gradient_bytes,
         kept,
         saved - kept,
-        shared.gathered_bytes,
-        shared.sync_seconds + scatter,
-        early_sync_seconds=shared.sync_seconds if may_sum_early(choice, codec_costs) else 0.0,
+        state_costs.gathered_bytes,
+        state_costs.sync_seconds + scatter,
+        early_sync_seconds=state_costs.sync_seconds if may_sum_early(choice, codec_costs) else 0.0,
     )
 
 
@@ -278,7 +278,7 @@ def device_seconds_of_zero_3(times: ClassTimes, choice: Choice, share: float) ->
     return (times.all_gather_seconds * share, times.reduce_scatter_seconds * share) if choice.zero == 3 else (0.0, 0.0)
 
 
-class _SharedStates(NamedTuple):
+class _StateCosts(NamedTuple):
     """States of a layer on one rank, and the seconds of moving them between replicas.
 
     Attributes:
@@ -298,8 +298,11 @@ class _SharedStates(NamedTuple):
     sync_seconds: float
 
 
-def _share_states(params: float, choice: Choice, place: StagePlace, work: Workload) -> _SharedStates:
-    """What ZeRO shares of the states of ``params`` parameters."""
+def _price_states(params: float, choice: Choice, place: StagePlace, work: Workload) -> _StateCosts:
+    """What a rank keeps of the states of ``params`` parameters, and the collectives of ZeRO or DDP over the replicas.
+
+    The gathers of ZeRO 3 over the depth of a grid are priced in :mod:`.grid_costs`.
+    """
     states, codec_costs = work.states, work.codec_costs
     replicas = place.num_ranks // choice.tp
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
@@ -323,7 +326,7 @@ def _share_states(params: float, choice: Choice, place: StagePlace, work: Worklo
         if codec_costs.reduce_scatter is not None:
             encoded = codec_costs.reduce_scatter.reduce_scatter_seconds(place, params * states.gradient, choice.tp)
             sync = codec_costs.faster(sync, encoded)
-    return _SharedStates(weights + gradients + buckets + optimizer, gradients, gathered, gather, scatter, sync)
+    return _StateCosts(weights + gradients + buckets + optimizer, gradients, gathered, gather, scatter, sync)
 
 
 def working_bytes(costs: Sequence[LayerCost]) -> float:
