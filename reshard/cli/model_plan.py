@@ -82,6 +82,13 @@ def read_model(source: str, dtype: str | None) -> Model:
             no file.
     """
     _check_source(source)
+    is_local = Path(source).expanduser().exists()
+    place = f"reading {source}" if is_local else f"asking the Hugging Face Hub for the config of {source}"
+    with show_elapsed(f"{place} with transformers"):
+        return _read_model(source, dtype)
+
+
+def _read_model(source: str, dtype: str | None) -> Model:
     try:
         import torch
         import transformers
@@ -145,8 +152,7 @@ def _read_config(source: str) -> Any:
         return AutoConfig.for_model(fields.pop("model_type"), **fields)
     if path.is_dir():
         return AutoConfig.from_pretrained(path)
-    with show_elapsed(f"asking the Hugging Face Hub for the config of {source}"):
-        return AutoConfig.from_pretrained(source)
+    return AutoConfig.from_pretrained(source)
 
 
 def _style_of(name: str, plan: Mapping[str, str] | None) -> str:

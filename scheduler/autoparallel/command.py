@@ -106,6 +106,11 @@ def run(options: argparse.Namespace) -> int:
     written = [name for name in (options.html, options.svg, options.output) if name]
     if written:
         print(f"wrote {' and '.join(written)}")
+    if not options.output:
+        print(
+            "next: --output plan.json keeps this training plan; TrainingPlan.read reads it for "
+            "Pipe(model, training_plan=...)"
+        )
     return 0
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from reshard.cli.progress import show_elapsed
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
@@ -158,8 +159,10 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError("training needs torch: pip install 'reshard[torch]'")
     preset = find_preset(options.preset)
     stages = "" if options.plan else options.meshes or preset.stages
-    job = make_job(options, preset, stages)
-    if options.shrink > 1 and os.environ.get("RANK", "0") == "0":
+    is_first = os.environ.get("RANK", "0") == "0"
+    with show_elapsed("loading torch", show=is_first):
+        job = make_job(options, preset, stages)
+    if options.shrink > 1 and is_first:
         factor = preset.config.shrink_factor(options.shrink)
         print(
             f"{job.name}: edges carry {factor} times as many bytes per operation as in the whole model; links that are "
@@ -183,8 +186,16 @@ def run(options: argparse.Namespace) -> int:
         losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, " if result.losses else ""
         skipped = f", {count_of(len(result.skipped), 'step')} skipped" if result.skipped else ""
         steps = f"steps {result.start} to {max(result.start, job.steps)}"
-        print(f"{job.name} on {stages or 'a training_plan'}, {steps}: {losses}held-out {result.held_out:.4f}{skipped}")
+        print(f"{job.name} on {stages or 'a training plan'}, {steps}: {losses}held-out {result.held_out:.4f}{skipped}")
+        print(_describe_next(job), file=sys.stderr)
     return 0
+
+
+def _describe_next(job: Job) -> str:
+    """What a user may do after a run."""
+    if job.checkpoint is None:
+        return "nothing was saved; with --checkpoint FOLDER a run is saved, and --resume continues it"
+    return f"--resume with a larger --steps continues from {job.checkpoint}"
 
 
 def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:

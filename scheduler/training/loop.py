@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from .dump import TensorDump, dumped_steps
 from .models.making import find_cuts, layer_paths, make_model
 from .models.presets import GPTConfig, Preset
 from .progress import Progress
-from .recipe import describe_changes, make_recipe
+from .recipe import describe_changes
 from .report import Report
 
 #: The learning rate ends at this share of its peak.
@@ -90,6 +91,18 @@ class Job:
     training_plan: TrainingPlan | None = None
 
     @property
+    def recipe(self) -> dict[str, Any]:
+        """The values by option that decide what a run computes, besides seed and batch, which loaders compare."""
+        return {
+            "steps": self.steps,
+            "warmup": self.warmup,
+            "learning-rate": self.preset.learning_rate,
+            "data": "" if self.data is None else Path(self.data).name,
+            "autocast": self.preset.autocast or "none",
+            "compression": self.compression or "none",
+        }
+
+    @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Sizes of the mesh axes of each stage."""
         placements = parse_placements(self.stages) if self.training_plan is None else self.training_plan.placements()
@@ -126,8 +139,7 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
     dump = None if job.dump is None else TensorDump(job.dump, rank, engine, optimizer)
     losses, skipped = [], []
     with engine:
-        start = 0
-        loader.recipe = make_recipe(job)
+        start, loader.recipe = 0, job.recipe
         if job.resume:
             start = engine.load(folder, optimizer, rates, loader, missing_ok=True, trust_pickle=job.trust_pickle)
         differences = describe_changes(loader.changes)

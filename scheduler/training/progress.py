@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any
 
+from reshard.formatting import format_seconds
+
 from ..pipe.totals import StepResult
 from .models.presets import GPTConfig, Preset
 
@@ -32,6 +34,7 @@ class Progress:
         self._start, self._steps, self._log_every, self._shows = start, steps, log_every, shows
         self._exposed = ""
         self._since, self._last = time.monotonic(), start
+        self._begun = self._since
         self._bar: Any = None
         if shows and sys.stderr.isatty():
             with contextlib.suppress(ImportError):
@@ -66,13 +69,14 @@ class Progress:
         now = time.monotonic()
         throughput = self._per_step * (step + 1 - self._last) / (now - self._since)
         self._since, self._last = now, step + 1
+        left = (now - self._begun) / (step + 1 - self._start) * (self._steps - step - 1)
         skipped = "" if result.finite else ", not finite: skipped"
         speed = f"{_format_rate(throughput)} {self._unit}"
         text = f"loss {result.loss:.4f}, norm {norm:.3g}, {speed}{self._exposed}{skipped}"
         if self._bar is not None:
             self._bar.set_postfix_str(text)
         else:
-            self.note(f"step {step + 1}: {text}")
+            self.note(f"step {step + 1}: {text}{f', about {format_seconds(left)} left' if left >= 1 else ''}")
 
     def note(self, text: str) -> None:
         """Print a line."""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from .loop import Job
 
 #: What another value of an option changes in a resumed run.
 _EFFECTS = {
@@ -18,18 +14,6 @@ _EFFECTS = {
     "autocast": "the run computes in the other dtype from here on",
     "compression": "the other codecs are used from here on",
 }
-
-
-def make_recipe(job: Job) -> dict[str, Any]:
-    """The values by option that decide what a run computes, besides the seed and the batch, which loaders compare."""
-    return {
-        "steps": job.steps,
-        "warmup": job.warmup,
-        "learning-rate": job.preset.learning_rate,
-        "data": "" if job.data is None else Path(job.data).name,
-        "autocast": job.preset.autocast or "none",
-        "compression": job.compression or "none",
-    }
 
 
 def describe_changes(changes: list[tuple[str, Any, Any]]) -> list[str]:

@@ -383,6 +383,8 @@ def test_the_command_prints_and_writes_a_training_plan(tmp_path, capsys):
     first, *lines, last = capsys.readouterr().out.strip().splitlines()
     assert first == "estimated times: layers reach 0.5 of --flops 1e+12 (--efficiency)"
     assert lines == TrainingPlan.read(written).explain().splitlines() and last == f"wrote {written}"
+    assert main(["search", str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--method", "pure"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("next: --output plan.json keeps this training plan;")
     for arguments, text in (
         ([str(tmp_path / "graph.json"), *rest], "pass either --profile (measured times) or --flops"),
         (
