@@ -20,7 +20,7 @@ from reshard.plan.messages import (
 )
 from reshard.plan.model import (
     DEFAULT_STAGING_BYTES,
-    RECVS_AHEAD,
+    MAX_RECVS_AHEAD,
     Plan,
     is_sound,
     mark_sound,
@@ -38,7 +38,7 @@ from reshard.plan.transfers import Transfers
 __all__ = [
     "DEFAULT_STAGING_BYTES",
     "MAX_BOXES",
-    "RECVS_AHEAD",
+    "MAX_RECVS_AHEAD",
     "ROTATION",
     "Box",
     "Boxes",
