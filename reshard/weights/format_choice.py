@@ -17,7 +17,7 @@ from reshard.codecs.choice import (
     predict_seconds,
 )
 from reshard.codecs.delta import word_width
-from reshard.codecs.encoded_sizes import Sample
+from reshard.codecs.encoded_ratios import Sample
 from reshard.codecs.formats import FORMATS, known_formats
 from reshard.codecs.rates import measure_format_rates, slowest_rates
 from reshard.dtypes import dtype_name
