@@ -3,9 +3,9 @@
 Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.model`. It neither solves nor simulates.
 """
 
-from reshard.plan.boxes import MAX_BOXES, Box, Boxes, Traffic
 from reshard.plan.check import check_plan, check_ranks, ensure_checked
 from reshard.plan.drawing import draw_boxes, draw_plan, draw_roles, name_tensors
+from reshard.plan.drawn_hosts import MAX_BOXES, Boxes, HostBox, Traffic
 from reshard.plan.host_rates import Rates, used_nics
 from reshard.plan.json import plan_to_json
 from reshard.plan.messages import (
@@ -40,8 +40,8 @@ __all__ = [
     "MAX_BOXES",
     "MAX_RECVS_AHEAD",
     "ROTATION",
-    "Box",
     "Boxes",
+    "HostBox",
     "Load",
     "Message",
     "MessageTable",
