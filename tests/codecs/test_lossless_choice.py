@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reshard.codecs.choice import Rates, choose_format, predict_ratio, predict_seconds, take_sample
 from reshard.codecs.delta import HEADER_BYTES
 from reshard.codecs.encoded_ratios import Sample
 from reshard.codecs.formats import FORMATS, known_formats
+from reshard.codecs.lossless_choice import Rates, choose_format, predict_ratio, predict_seconds, take_sample
 from reshard.codecs.rates import measure_format_rates, slowest_rates
 
 NUM_WORDS = 2**20
