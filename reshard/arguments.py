@@ -16,7 +16,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import brief
 
 F = TypeVar("F", bound=Callable[..., Any])
-#: ``(least, most)`` of a number, both included.
+#: ``(minimum, maximum)`` of a number, both included.
 Bounds = tuple[float, float]
 
 _WORDS: dict[Any, str] = {int: "an integer", float: "a number", bool: "True or False", str: "a string"}
@@ -31,7 +31,7 @@ def check_arguments(**bounds: Bounds) -> Callable[[F], F]:
     mappings are checked too, but an iterator is not used up.
 
     Args:
-        bounds: ``(least, most)`` of arguments that are numbers or sequences of numbers, by name.
+        bounds: ``(minimum, maximum)`` of arguments that are numbers or sequences of numbers, by name.
 
     Raises:
         ArgumentError: by the decorated function; the text names the function, the argument, the rule and the value.

@@ -1,4 +1,4 @@
-"""Ragged arrays and row hashes."""
+"""Ragged arrays, that is, rows of unequal length in one flat array; and hashes of rows."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Setting:
 
 
 def bound_seconds(setting: Setting, topology: Topology, tokens: int, hidden: int, keep_inputs: bool) -> float:
-    """The least time in which the NICs, and the ranks inside hosts, pass what a step moves. Nothing overlaps sums."""
+    """The minimum time in which the NICs, and the ranks inside hosts, pass what a step moves. Nothing overlaps sums."""
     shape = setting.shape
     axis_costs = {axis: find_axis_cost(topology, setting.ranks(), number) for number, axis in enumerate(AXES)}
     layer_rows = size_of(chunk_spans(tokens, shape.depth)[0])
@@ -224,12 +224,12 @@ def _print_table(
     cores = len(os.sched_getaffinity(0))
     for number, (setting, bound) in enumerate(zip(settings, bounds, strict=True)):
         medians = {name: _median(longest for longest, _ in seconds.get((number, name), ())) for name in names}
-        least = min(each for name in ("transfers", "early sums") if (each := medians.get(name)) is not None)
+        best = min(median for name in ("transfers", "early sums") if (median := medians.get(name)) is not None)
         cpu_seconds = statistics.median(second for _, second in seconds[number, "transfers"]) / cores
         cells = " ".join("-".rjust(10) if median is None else f"{1e3 * median:>10.0f}" for median in medians.values())
         order = ", ".join(reversed([axis for axis in setting.order if _size(setting, axis) > 1]))
         limits = f"{1e3 * bound:>8.0f} {1e3 * cpu_seconds:>9.0f}"
-        print_line(f"{setting.shape!s:>10} {order:>18} {limits} {cells}  {least / bound:.2f}")
+        print_line(f"{setting.shape!s:>10} {order:>18} {limits} {cells}  {best / bound:.2f}")
 
 
 def _median(values: Iterable[float]) -> float | None:

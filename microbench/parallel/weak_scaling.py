@@ -15,7 +15,7 @@ from microbench.harness.options import add_number
 from microbench.harness.table import Table
 from reshard.cli.progress import print_line, track
 from reshard.parallel import TransformerSizes, choose_grid
-from reshard.parallel.choice import GridPrice
+from reshard.parallel.grid_choice import GridPrice
 from reshard.topology import Topology
 
 SEQUENCE = 512

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 import xxhash
@@ -186,19 +186,27 @@ def reshard_local(
     array([2, 3])
     """
     given = read_options(PlanOptions, options, "reshard_local")
-    arguments = {
-        "src": src, "dst": dst, "src_spec": src_spec, "dst_spec": dst_spec, "shape": shape, "dst_dtype": dst_dtype,
-    }  # fmt: skip
+    arguments = _TensorArguments(src, dst, src_spec, dst_spec, shape, dst_dtype)
     if not isinstance(shards, Mapping) or not any(isinstance(value, Mapping) for value in shards.values()):
-        return _reshard_one(None, shards, **arguments, base=base, out=out, options=given)
+        return _reshard_one(None, shards, arguments, given, base=base, out=out)
     if base is not None or out is not None:
         raise ArgumentError("base= and out= are for one tensor; call reshard_local for each")
-    return {
-        name: _reshard_one(
-            str(name), arrays, **{key: _value_of(name, key, value) for key, value in arguments.items()}, options=given
-        )
-        for name, arrays in shards.items()
-    }
+    return {name: _reshard_one(str(name), arrays, arguments.of(name), given) for name, arrays in shards.items()}
+
+
+class _TensorArguments(NamedTuple):
+    """Arguments of :func:`reshard_local`: of one tensor, or, for several, each a value or ``{name: value}``."""
+
+    src: Any
+    dst: Any
+    src_spec: Any
+    dst_spec: Any
+    shape: Any
+    dst_dtype: Any
+
+    def of(self, name: Any) -> _TensorArguments:
+        """The arguments of one of several tensors."""
+        return _TensorArguments(*(_value_of(name, *item) for item in self._asdict().items()))
 
 
 def _value_of(name: Any, argument: str, value: Any) -> Any:
@@ -211,10 +219,16 @@ def _value_of(name: Any, argument: str, value: Any) -> Any:
 
 
 def _reshard_one(
-    name: str | None, shards: Any, *, src: Any, dst: Any, src_spec: Any, dst_spec: Any, shape: Any, dst_dtype: Any,
-    base: Mapping[int, Array] | None = None, out: Mapping[int, Array] | None = None, options: TransferOptions,
-) -> dict[int, Array]:  # fmt: skip
+    name: str | None,
+    shards: Any,
+    arguments: _TensorArguments,
+    options: TransferOptions,
+    *,
+    base: Mapping[int, Array] | None = None,
+    out: Mapping[int, Array] | None = None,
+) -> dict[int, Array]:
     """Like :func:`reshard_local`, for the tensor of this name, or the only one."""
+    src, dst, src_spec, dst_spec, shape, dst_dtype = arguments
     what = "the tensor" if name is None else f"tensor {name!r}"
     topology, compression, max_error = options["topology"], options["compression"], options["max_error"]
     src_layout, dst_layout = _read_layouts(src, dst, src_spec, dst_spec)
@@ -231,12 +245,8 @@ def _reshard_one(
         _check_values(shards, "shards")
     dtype = dtype_on_wire = dtype_name(next(iter(shards.values())).dtype)
     if dst_dtype is not None:
-        from reshard.api.arrays.casts import check_cast, warn_of_float8, wire_dtype  # imports torch
-
         dst_dtype = dtype_name(dst_dtype)
-        check_cast(dtype, dst_dtype, what)
-        warn_of_float8(dtype, dst_dtype, what)
-        dtype_on_wire = wire_dtype(dtype, dst_dtype)
+        dtype_on_wire = _find_wire_dtype(dtype, dst_dtype, what)
     make = functools.partial(plan_tensors, strategy=options["strategy"], topology=topology)
     tensor = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
     if not has_base(compression) and (base is not None or out is not None):
@@ -268,6 +278,15 @@ def _reshard_one(
         like = _cast(like[:0], decoded_dtype(dst_dtype))
     moved = _execute(plan, [sent], [like])[0]
     return moved if dst_dtype is None else {rank: _cast(array, dst_dtype) for rank, array in moved.items()}
+
+
+def _find_wire_dtype(dtype: str, dst_dtype: str, what: str) -> str:
+    """The dtype in which elements travel. Raises ArgumentError if the cast is refused."""
+    from reshard.api.arrays.casts import check_cast, warn_of_float8, wire_dtype  # imports torch
+
+    check_cast(dtype, dst_dtype, what)
+    warn_of_float8(dtype, dst_dtype, what)
+    return wire_dtype(dtype, dst_dtype)
 
 
 def _read_layouts(

@@ -15,14 +15,14 @@ import numpy as np
 from reshard import _native
 from reshard.codecs.bitmap import BITMAP, decode_bitmap, encode_bitmap
 from reshard.codecs.delta import DIFFERENCES, HEADER_BYTES, PLAIN, decode_delta, encode_delta, read_plain, write_plain
-from reshard.codecs.encoded_sizes import (
+from reshard.codecs.encoded_ratios import (
     DENSE_SHARES,
     Sample,
-    bitmap_size,
-    delta_size,
-    exponents_size,
-    planes_size,
-    raw_size,
+    bitmap_ratio,
+    delta_ratio,
+    exponents_ratio,
+    planes_ratio,
+    raw_ratio,
 )
 from reshard.codecs.exponents import DTYPE, EXPONENTS, decode_exponents, encode_exponents
 from reshard.codecs.xor_planes import XOR_PLANES, decode_planes, encode_planes, zstd_version
@@ -51,7 +51,7 @@ class Format:
         decode: function that turns the base into the words that were encoded, in place. It returns False if the bytes
             do not encode so many words. Arguments are the bytes after the header, the base, and the bytes of a word.
         header: the first byte of what ``decode`` reads. ``encode`` may write another format where that is smaller.
-        size: function that predicts the encoded bytes per plain byte, from the bytes of a word and a sample.
+        predict_ratio: function that predicts the encoded bytes per plain byte, from the bytes of a word and a sample.
         is_codec: whether callers may pass the name as ``compression=``.
         has_base: whether the receiver needs the base.
         dtype: the only dtype of the format; "" for any.
@@ -66,7 +66,7 @@ class Format:
     encode: Callable[[np.ndarray, np.ndarray, np.ndarray, int], int]
     decode: Callable[[np.ndarray, np.ndarray, int], bool]
     header: int
-    size: Callable[[int, Sample], float]
+    predict_ratio: Callable[[int, Sample], float]
     is_codec: bool = False
     has_base: bool = True
     dtype: str = ""
@@ -81,14 +81,14 @@ FORMATS = {
         lambda words, base, out, width: write_plain(words, out),
         lambda data, words, width: read_plain(data, words),
         PLAIN,
-        raw_size,
+        raw_ratio,
         has_base=False,
     ),
     "bf16-lossless": Format(
         lambda words, base, out, width: encode_exponents(words, out),
         lambda data, words, width: decode_exponents(data, words),
         EXPONENTS,
-        exponents_size,
+        exponents_ratio,
         is_codec=True,
         has_base=False,
         dtype=DTYPE,
@@ -97,17 +97,17 @@ FORMATS = {
         encode_changes,
         decode_delta,
         DIFFERENCES,
-        delta_size,
+        delta_ratio,
         is_codec=True,
         is_timed_by_words=True,
         dense_format="bitmap",
     ),
-    "bitmap": Format(encode_bitmap, decode_bitmap, BITMAP, bitmap_size, is_timed_by_words=True),
+    "bitmap": Format(encode_bitmap, decode_bitmap, BITMAP, bitmap_ratio, is_timed_by_words=True),
     "xor-zstd": Format(
         encode_planes,
         decode_planes,
         XOR_PLANES,
-        planes_size,
+        planes_ratio,
         setup_seconds=ZSTD_SECONDS,
         version=lambda: zstd_version() or None,
     ),

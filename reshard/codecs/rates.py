@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from reshard.codecs.block import BlockCodec
-from reshard.codecs.choice import SHARES, FormatRates
 from reshard.codecs.delta import HEADER_BYTES
 from reshard.codecs.formats import FORMATS, decode_piece, known_formats
+from reshard.codecs.lossless_choice import SHARES, FormatRates
 
 #: Values of the timed array: 4 MiB of fp32.
 NUM_VALUES = 2**20

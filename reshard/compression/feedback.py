@@ -1,4 +1,4 @@
-"""Error feedback: a rank adds the errors of its codings to its next gradients."""
+"""Error feedback: a rank adds the coding errors of one step to its gradients of the next step."""
 
 from __future__ import annotations
 

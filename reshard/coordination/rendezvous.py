@@ -59,7 +59,7 @@ from reshard.coordination.liveness.membership import (
 )
 from reshard.coordination.liveness.presence import has_ended
 from reshard.coordination.liveness.status import (
-    LOST_SECONDS,
+    MAX_HEARTBEAT_AGE_SECONDS,
     HeartbeatReader,
     is_reported_dead,
     publish_status,
@@ -404,7 +404,7 @@ class Rendezvous:
 
         After a pause of this process, or of the store in a fault-tolerant call, the wait lasts ``RESUME_SECONDS`` more
         at least, because this rank may have missed that the others came. An overloaded machine looks like a paused
-        process, so ``LOST_SECONDS`` of waiting after the deadline are enough.
+        process, so ``MAX_HEARTBEAT_AGE_SECONDS`` of waiting after the deadline are enough.
 
         Raises:
             DeadlineError: the deadline passed. EOFError: the first member is dead, in a fault-tolerant call.
@@ -415,7 +415,7 @@ class Rendezvous:
         while not is_done():
             now, spoke = time.monotonic(), self.links.spoke
             has_reason = self.group.has_just_resumed() or (spoke is not None and spoke.is_deferred)
-            if now >= deadline and (late_seconds > LOST_SECONDS or not has_reason):
+            if now >= deadline and (late_seconds > MAX_HEARTBEAT_AGE_SECONDS or not has_reason):
                 pump(0.0)
                 if is_done():
                     return
@@ -465,7 +465,7 @@ class Rendezvous:
         if status is not None and not (fault_tolerant and is_reported_dead(status)):
             check_rank_status(self.group, self.members, rank, status, fault_tolerant)
         has_started, seconds = self._heartbeats.read(rank)
-        is_silent = has_started and seconds > LOST_SECONDS
+        is_silent = has_started and seconds > MAX_HEARTBEAT_AGE_SECONDS
         if not is_silent and not self._has_ended(rank, seconds) and not (status and is_reported_dead(status)):
             return
         if not fault_tolerant:

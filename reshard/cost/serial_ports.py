@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from reshard import _native
-from reshard.plan import RECVS_AHEAD, Plan, find_sender_switches, recvs_ahead, tabulate_messages
+from reshard.plan import MAX_RECVS_AHEAD, Plan, find_sender_switches, recvs_ahead, tabulate_messages
 from reshard.topology import MAX_NICS, Topology
 
 #: The rate of a link that the topology does not limit.
@@ -35,7 +35,7 @@ def serial_seconds(plan: Plan) -> float:
         host_of=topology.host_by_rank,
         ports=ports,
         rate=rate,
-        ahead=np.array([recvs_ahead(window) for window in range(RECVS_AHEAD + 1)], dtype=np.int64),  # then constant
+        ahead=np.array([recvs_ahead(window) for window in range(MAX_RECVS_AHEAD + 1)], dtype=np.int64),  # then constant
         latency_across=topology.latency_seconds,
         latency_inside=topology.inside_latency_seconds,
     )

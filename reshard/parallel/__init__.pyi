@@ -1,9 +1,9 @@
-from .choice import choose_grid as choose_grid
 from .conversion import parallelize as parallelize
 from .converters import Conversion as Conversion, register as register
 from .gradients import sync_gradients as sync_gradients
 from .grid import Grid as Grid
 from .grid_change import relayout as relayout
+from .grid_choice import choose_grid as choose_grid
 from .layers.attention import Heads as Heads
 from .layers.dropout import Dropout as Dropout
 from .layers.embedding import Embedding as Embedding, PositionEmbedding as PositionEmbedding

@@ -3,9 +3,9 @@
 Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.model`. It neither solves nor simulates.
 """
 
-from reshard.plan.boxes import MAX_BOXES, Box, Boxes, Traffic
 from reshard.plan.check import check_plan, check_ranks, ensure_checked
 from reshard.plan.drawing import draw_boxes, draw_plan, draw_roles, name_tensors
+from reshard.plan.drawn_hosts import MAX_BOXES, Boxes, HostBox, Traffic
 from reshard.plan.host_rates import Rates, used_nics
 from reshard.plan.json import plan_to_json
 from reshard.plan.messages import (
@@ -20,7 +20,7 @@ from reshard.plan.messages import (
 )
 from reshard.plan.model import (
     DEFAULT_STAGING_BYTES,
-    RECVS_AHEAD,
+    MAX_RECVS_AHEAD,
     Plan,
     is_sound,
     mark_sound,
@@ -38,10 +38,10 @@ from reshard.plan.transfers import Transfers
 __all__ = [
     "DEFAULT_STAGING_BYTES",
     "MAX_BOXES",
-    "RECVS_AHEAD",
+    "MAX_RECVS_AHEAD",
     "ROTATION",
-    "Box",
     "Boxes",
+    "HostBox",
     "Load",
     "Message",
     "MessageTable",

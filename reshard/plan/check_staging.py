@@ -6,7 +6,7 @@ import numpy as np
 
 from reshard.errors import PlanError
 from reshard.plan.check_boxes import MessageBoxes
-from reshard.plan.model import RECVS_AHEAD
+from reshard.plan.model import MAX_RECVS_AHEAD
 
 
 def check_staging(boxes: MessageBoxes, staged: np.ndarray) -> None:
@@ -46,7 +46,7 @@ def check_staging(boxes: MessageBoxes, staged: np.ndarray) -> None:
     arriving = np.flatnonzero(is_relay[messages.receiver] & (messages.sender != messages.receiver))
     largest = np.zeros(len(is_relay), dtype=np.int64)
     np.maximum.at(largest, messages.receiver[arriving], messages.nbytes[arriving])
-    slots = np.clip(staging_bytes // 2 // np.maximum(largest, 1), 1, RECVS_AHEAD)
+    slots = np.clip(staging_bytes // 2 // np.maximum(largest, 1), 1, MAX_RECVS_AHEAD)
     rank = np.concatenate([messages.receiver[arriving], messages.receiver[relayed]])
     time = np.concatenate([2 * arriving, 2 * last + 1])
     order = np.lexsort((time, rank))

@@ -9,9 +9,9 @@ from html import escape
 
 from reshard.drawing import colour_of, draw, draw_fragment, draw_keys
 from reshard.formatting import count_of, format_bytes, format_ranks, format_seconds
-from reshard.plan.boxes import Box, Boxes, Traffic
+from reshard.plan.drawing_frames import FLAT_LABEL, WIDTH, Frame, Placing, Point, cell_size, place_boxes
+from reshard.plan.drawn_hosts import Boxes, HostBox, Traffic
 from reshard.plan.model import Plan
-from reshard.plan.placing import FLAT_LABEL, WIDTH, Frame, Placing, Point, cell_size, place_boxes
 from reshard.plan.port_loads import describe_load, find_loads
 from reshard.plan.rotation_plan import MAX_LISTED
 
@@ -90,7 +90,7 @@ def draw_boxes(boxes: Boxes, traffic: Traffic, marked: Sequence[str] = ()) -> st
     return "\n".join([*lines, "</svg>"])
 
 
-def _describe_box(plan: Plan, box: Box) -> str:
+def _describe_box(plan: Plan, box: HostBox) -> str:
     if len(box.hosts) > 1:
         return f"{box.label}: hosts {format_ranks(box.hosts)}"[:200]
     ranks = sorted(set(plan.topology.ranks_of_host(box.hosts[0])) & set(plan.ranks))
@@ -154,7 +154,7 @@ def _at(point: Point) -> str:
     return f"{point[0]:.1f},{point[1]:.1f}"
 
 
-def _draw_box(number: int, box: Box, frame: Frame, title: str, is_marked: bool, receives: bool) -> str:
+def _draw_box(number: int, box: HostBox, frame: Frame, title: str, is_marked: bool, receives: bool) -> str:
     stroke = "var(--hot)' stroke-width='2.5" if is_marked else "var(--line)"
     columns, side = cell_size(box, frame)
     small = frame.width < 70

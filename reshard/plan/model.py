@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 #: Default limit on the bytes that a rank holds beyond its source and destination shards.
 DEFAULT_STAGING_BYTES = 64 * 2**20
 #: Limit on the receives that a rank posts at once, from its first unfinished one on.
-RECVS_AHEAD = 8
+MAX_RECVS_AHEAD = 8
 
 
 def recvs_ahead(window: int) -> int:
@@ -40,12 +40,12 @@ def recvs_ahead(window: int) -> int:
     would take bandwidth from earlier ones: on emulated hosts, a broadcast from four senders of one host then took 1.15
     times the lower bound instead of 1.07.
     """
-    return min(RECVS_AHEAD, window if window <= 2 else 2 * window)
+    return min(MAX_RECVS_AHEAD, window if window <= 2 else 2 * window)
 
 
 def num_recv_slots(staging_bytes: int, largest_nbytes: int) -> int:
     """How many incoming messages a rank can stage: half its staging buffer over its largest message, 1 to 8."""
-    return max(1, min(RECVS_AHEAD, staging_bytes // 2 // max(largest_nbytes, 1)))
+    return max(1, min(MAX_RECVS_AHEAD, staging_bytes // 2 // max(largest_nbytes, 1)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from reshard.api.lossless.regions import bytes_of
-from reshard.codecs.choice import BLOCK_BYTES, distance_of, take_sample
 from reshard.codecs.delta import HEADER_BYTES, word_width
-from reshard.codecs.encoded_sizes import Sample
+from reshard.codecs.encoded_ratios import Sample
 from reshard.codecs.formats import FORMATS, decode_piece
+from reshard.codecs.lossless_choice import BLOCK_BYTES, distance_of, take_sample
 from reshard.codecs.raw_bytes import write_into
 from reshard.errors import ArgumentError
 

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
-from reshard.codecs.choice import (
+from reshard.codecs.delta import word_width
+from reshard.codecs.encoded_ratios import Sample
+from reshard.codecs.formats import FORMATS, known_formats
+from reshard.codecs.lossless_choice import (
     DECODE_SECONDS,
     ENCODE_SECONDS,
     MIN_GAIN,
@@ -16,9 +19,6 @@ from reshard.codecs.choice import (
     choose_format,
     predict_seconds,
 )
-from reshard.codecs.delta import word_width
-from reshard.codecs.encoded_sizes import Sample
-from reshard.codecs.formats import FORMATS, known_formats
 from reshard.codecs.rates import measure_format_rates, slowest_rates
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError

@@ -1,4 +1,4 @@
-"""What the thread of each rank of an engine does."""
+"""The thread of each engine rank, which receives versions into the shadow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of a model's tensors to other models: one plan and its connections, for many versions."""
+"""Routes: the plan and the connections by which a model's tensors reach other models, for many versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the thread of each rank of a trainer does."""
+"""The thread of each trainer rank, which sends versions to engines."""
 
 from __future__ import annotations
 

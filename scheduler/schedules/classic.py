@@ -51,7 +51,7 @@ def zb_h1(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     """
     check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
-    order = zb_h1_order(num, num_microbatches)
+    order = warmup_order(range(num, 0, -1), num_microbatches, range(num))
     return add_transfers("zb_h1", order, pipeline, range(num), num_microbatches)
 
 
@@ -64,20 +64,8 @@ def zb_h2(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     """
     check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
-    order = zb_h2_order(num, num_microbatches)
+    order = warmup_order(eager_warmups(num), num_microbatches, range(0, 2 * num, 2))
     return add_transfers("zb_h2", order, pipeline, range(num), num_microbatches)
-
-
-def zb_h1_order(num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    """The computations of each stage under :func:`zb_h1`."""
-    warmups, deferred = range(num_stages, 0, -1), range(num_stages)
-    return [_stage_order(*item, num_microbatches) for item in zip(range(num_stages), warmups, deferred, strict=True)]
-
-
-def zb_h2_order(num_stages: int, num_microbatches: int) -> list[list[Action]]:
-    """The computations of each stage under :func:`zb_h2`."""
-    warmups, deferred = eager_warmups(num_stages), range(0, 2 * num_stages, 2)
-    return [_stage_order(*item, num_microbatches) for item in zip(range(num_stages), warmups, deferred, strict=True)]
 
 
 def eager_warmups(num_stages: int) -> list[int]:
@@ -85,9 +73,21 @@ def eager_warmups(num_stages: int) -> list[int]:
     return [2 * (num_stages - stage) - 1 for stage in range(num_stages)]
 
 
-def warmup_order(warmups: Sequence[int], num_microbatches: int) -> list[list[Action]]:
-    """The computations of each stage with whole backwards, and some forwards before the first of them."""
-    return [_stage_order(stage, warmup, None, num_microbatches) for stage, warmup in enumerate(warmups)]
+def warmup_order(
+    warmups: Sequence[int], num_microbatches: int, deferred: Sequence[int] | None = None
+) -> list[list[Action]]:
+    """The computations of each stage: its warm-up forwards, then backwards and forwards in alternation.
+
+    Args:
+        warmups: for each stage, the number of forwards before its first backward.
+        num_microbatches: microbatches of a step.
+        deferred: for each stage, the number of backwards after which a weight-gradient pass follows; None: backwards
+            are whole.
+    """
+    return [
+        _stage_order(stage, warmup, None if deferred is None else deferred[stage], num_microbatches)
+        for stage, warmup in enumerate(warmups)
+    ]
 
 
 def _stage_order(stage: int, num_warmup: int, deferred: int | None, num_microbatches: int) -> list[Action]:

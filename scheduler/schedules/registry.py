@@ -15,9 +15,7 @@ from .classic import (
     one_f_one_b,
     warmup_order,
     zb_h1,
-    zb_h1_order,
     zb_h2,
-    zb_h2_order,
 )
 from .looped import interleaved_order, interleaved_zero_bubble_order, looped_bfs_order
 from .v_shaped import dualpipe_v_order, v_placement, zb_v_order
@@ -35,6 +33,11 @@ class KnownSchedule:
         splits: whether it splits backwards.
         build: function from a pipeline and a number of microbatches to the schedule; None unless each pp rank has one
             stage. ``reshard train --schedule`` takes the names of those with a function.
+        warmups: function from the number of pp ranks, with one stage each, to the forwards before the first backward of
+            each stage; None if ``order`` is not 1F1B with a fixed warm-up. The strategy search finds the memory of the
+            schedule from it, without its order, and tries no schedule of one stage per pp rank without it.
+        deferred: with ``warmups``, a function to the number of backwards after which a weight-gradient pass of each
+            stage follows; None: backwards are whole.
     """
 
     name: str
@@ -42,6 +45,8 @@ class KnownSchedule:
     placement: Callable[[int, int], Sequence[int]]
     splits: bool = False
     build: Callable[[Pipeline, int], Schedule] | None = None
+    warmups: Callable[[int], Sequence[int]] | None = None
+    deferred: Callable[[int], Sequence[int]] | None = None
 
 
 def _single(num_pp_ranks: int, stages_per_pp_rank: int) -> Sequence[int]:
@@ -56,12 +61,26 @@ def _v_shaped(num_pp_ranks: int, stages_per_pp_rank: int) -> Sequence[int]:
     return v_placement(num_pp_ranks) if stages_per_pp_rank == 2 else ()
 
 
+def _one_stage_each(
+    name: str,
+    build: Callable[[Pipeline, int], Schedule],
+    warmups: Callable[[int], Sequence[int]],
+    deferred: Callable[[int], Sequence[int]] | None = None,
+) -> KnownSchedule:
+    """A schedule with one stage on each pp rank and a fixed warm-up. For the arguments, see :class:`KnownSchedule`."""
+
+    def order(num_pp_ranks: int, _: int, num_microbatches: int) -> list[list[Action]]:
+        return warmup_order(warmups(num_pp_ranks), num_microbatches, deferred(num_pp_ranks) if deferred else None)
+
+    return KnownSchedule(name, order, _single, deferred is not None, build, warmups, deferred)
+
+
 KNOWN_SCHEDULES = (
     KnownSchedule("gpipe", lambda n, _, m: warmup_order([m] * n, m), _single, build=gpipe),
-    KnownSchedule("1f1b", lambda n, _, m: warmup_order(range(n, 0, -1), m), _single, build=one_f_one_b),
-    KnownSchedule("eager_1f1b", lambda n, _, m: warmup_order(eager_warmups(n), m), _single, build=eager_1f1b),
-    KnownSchedule("zb_h1", lambda n, _, m: zb_h1_order(n, m), _single, splits=True, build=zb_h1),
-    KnownSchedule("zb_h2", lambda n, _, m: zb_h2_order(n, m), _single, splits=True, build=zb_h2),
+    _one_stage_each("1f1b", one_f_one_b, lambda n: range(n, 0, -1)),
+    _one_stage_each("eager_1f1b", eager_1f1b, eager_warmups),
+    _one_stage_each("zb_h1", zb_h1, lambda n: range(n, 0, -1), range),
+    _one_stage_each("zb_h2", zb_h2, eager_warmups, lambda n: range(0, 2 * n, 2)),
     KnownSchedule("looped_bfs", looped_bfs_order, _looped),
     KnownSchedule("interleaved_1f1b", interleaved_order, _looped),
     KnownSchedule("interleaved_zero_bubble", interleaved_zero_bubble_order, _looped, splits=True),

@@ -16,7 +16,7 @@ from reshard.cli.progress import show_elapsed
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
-from ..schedules.builders import BUILDERS
+from ..schedules.named_builders import NAMED_BUILDERS
 from .models.presets import PRESETS, GPTConfig, Preset, find_preset
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _add_recipe(add: Callable[..., Any]) -> None:
     add("--data", metavar="FILE", help="text, .bin (uint16 tokens) or .npy (default: text that Python ships, as bytes)")
     add("--learning-rate", type=float, help="peak learning rate (default: that of the preset)")
     add("--warmup", type=int, help="first steps, in which the learning rate rises (default: a tenth of all)")
-    add("--schedule", choices=BUILDERS, default="auto", help="pipeline schedule (default: auto)")
+    add("--schedule", choices=NAMED_BUILDERS, default="auto", help="pipeline schedule (default: auto)")
     add(
         "--compression",
         metavar="POLICY",

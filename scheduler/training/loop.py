@@ -21,7 +21,7 @@ from ..ir.schedule import Schedule
 from ..pipe.engine import PipelineEngine
 from ..pipe.pipe import Pipe
 from ..pipe.placement import parse_placements
-from ..schedules.builders import BUILDERS
+from ..schedules.named_builders import NAMED_BUILDERS
 from ..simulation.lower_bound import LowerBound
 from ..simulation.replay import PipelineTimeline
 from .data import Loader, PictureLoader, TokenLoader, hold_out, read_tokens
@@ -199,7 +199,7 @@ def _compile_engine(job: Job, batch: Any, device: torch.device) -> PipelineEngin
     """The engine of a job, for batches of this shape."""
     options: dict[str, Any] = {}
     if job.training_plan is None:
-        options = {"num_microbatches": job.preset.num_microbatches, "schedule": BUILDERS[job.schedule]}
+        options = {"num_microbatches": job.preset.num_microbatches, "schedule": NAMED_BUILDERS[job.schedule]}
     if job.compression is not None:
         options["compression"] = parse_policy(job.compression)
     return make_pipe(job).compile(batch, device=device, **options)

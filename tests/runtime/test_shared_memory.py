@@ -110,7 +110,7 @@ def check_fallback(rank, reason):
     sent = count_large_sends()
     if rank == 2:
         if reason == "switch":
-            os.environ[shared_memory.SWITCH] = "0"
+            os.environ[shared_memory.SHARED_MEMORY_VARIABLE] = "0"
         elif reason == "another machine":
             shared_memory.name_machine = lambda hostname: bytes(range(16))
         else:
@@ -147,7 +147,7 @@ def test_cut_file_kills_no_rank():
 def find_sharing_ranks(rank, report):
     assert move(rank, SRC, Layout(Mesh.of(4), "R S0"), topology=Topology((0, 0, 1, 1))) == 0
     (channel,) = [channel for group in reshard.coordination.known_groups(None) for channel in group.channels.values()]
-    shared = channel._connections[1]._shared
+    shared = channel._connections[1]._shared_memory
     return [other for other in range(4) if shared is not None and shared.carries(other, 2**20)]
 
 

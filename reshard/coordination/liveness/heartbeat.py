@@ -18,7 +18,7 @@ from reshard.coordination.liveness.lost_ranks import rank_silent_error
 from reshard.coordination.liveness.presence import Presence
 from reshard.coordination.liveness.status import (
     BEAT_SECONDS,
-    LOST_SECONDS,
+    MAX_HEARTBEAT_AGE_SECONDS,
     HeartbeatReader,
     beat_key,
     format_beat,
@@ -160,7 +160,7 @@ class Monitor:
     def _check_heartbeats(self) -> None:
         transfers = self._list_watched()
         for rank in sorted({rank for transfer in transfers for rank in transfer.members} - {self._rank}):
-            if self._heartbeats.read(rank)[1] > LOST_SECONDS:
+            if self._heartbeats.read(rank)[1] > MAX_HEARTBEAT_AGE_SECONDS:
                 for transfer in transfers:
                     if rank in transfer.members:
                         transfer.stop(rank_silent_error(rank))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from reshard.coordination.liveness.status import SILENCE_SECONDS
+from reshard.coordination.liveness.status import HEARTBEAT_TIMEOUT_SECONDS
 from reshard.errors import RankLostError, RemoteError, TransferTimeoutError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan import Plan
@@ -33,13 +33,13 @@ def rank_closed_with_store_error(rank: int, error: object) -> RemoteError:
 def rank_stopped_error(rank: int, *, is_silent: bool) -> RemoteError:
     """A rank that was awaited in a call, and sends no heartbeat or whose process has ended."""
     return rank_gone_error(
-        rank, f"it sent no heartbeat for {SILENCE_SECONDS:g} s" if is_silent else "its process has ended"
+        rank, f"it sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS:g} s" if is_silent else "its process has ended"
     )
 
 
 def rank_silent_error(rank: int) -> RemoteError:
     """A rank that sends no heartbeat during a transfer."""
-    return RemoteError(f"rank {rank} sent no heartbeat for {SILENCE_SECONDS:g} s during a transfer")
+    return RemoteError(f"rank {rank} sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS:g} s during a transfer")
 
 
 def rank_unreachable_error(rank: int, how: object) -> RemoteError:

@@ -19,9 +19,9 @@ from reshard.errors import RemoteError
 #: A rank sends a heartbeat this often.
 BEAT_SECONDS = 1.0
 #: A rank counts as lost if it sends no heartbeat for this long after one was due.
-SILENCE_SECONDS = 30.0
+HEARTBEAT_TIMEOUT_SECONDS = 30.0
 #: A rank is lost if its last heartbeat is older than this. Writing and reading a heartbeat may add an interval each.
-LOST_SECONDS = SILENCE_SECONDS + 2 * BEAT_SECONDS
+MAX_HEARTBEAT_AGE_SECONDS = HEARTBEAT_TIMEOUT_SECONDS + 2 * BEAT_SECONDS
 #: A pause in the reading of heartbeats, of this process or of the store, which would look like silence.
 GAP_SECONDS = 5.0
 

@@ -18,10 +18,10 @@ from reshard.formatting import describe_ranks
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 
 #: After a collective has failed, a rank that sends no heartbeat for this long counts as stopped.
-SILENT_SECONDS = 4.0
+COLLECTIVE_SILENCE_SECONDS = 4.0
 #: How long to search for the root cause: a lost connection, an error that another rank reports, or a rank without a
 #: heartbeat.
-ROOT_CAUSE_SECONDS = SILENT_SECONDS + 2.0
+ROOT_CAUSE_SECONDS = COLLECTIVE_SILENCE_SECONDS + 2.0
 #: Seconds between two checks for it.
 CHECK_INTERVAL_SECONDS = 0.1
 
@@ -87,13 +87,13 @@ class RootCauseFinder:
             try:
                 reported = self._channel.reported_error(self._generation)
                 ended = [] if reported else [rank for rank in others if has_ended(self._group.store, rank)]
-                silent = [rank for rank in others if heartbeats.read(rank)[1] > SILENT_SECONDS]
+                silent = [rank for rank in others if heartbeats.read(rank)[1] > COLLECTIVE_SILENCE_SECONDS]
             except RuntimeError as lost:
                 return explain_lost_store(self._group, lost)
             if reported is not None:
                 return reported
             if ended or silent:
-                stopped = grid_ranks_stopped_error(ended or silent, None if ended else SILENT_SECONDS)
+                stopped = grid_ranks_stopped_error(ended or silent, None if ended else COLLECTIVE_SILENCE_SECONDS)
                 return self._channel.fail(self._generation, stopped)
             time.sleep(CHECK_INTERVAL_SECONDS)
         text = f"a collective of {describe_ranks(self._channel.members)} of a grid failed"

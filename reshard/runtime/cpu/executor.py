@@ -98,7 +98,7 @@ class _Execution:
         self.deadline, self.check = options.deadline, options.check
         # flattened once, so that a contiguous message is one slice
         self.flat_src, self.flat_dst = _flatten(self.src), _flatten(self.dst)
-        self.shared: Any = getattr(transport, "shared", None)  # the transport's shared memory
+        self.shared_memory: Any = getattr(transport, "shared_memory", None)
         self.casts = {index for index, array in enumerate(self.src) if isinstance(array, CastSource)}
         self.lock = threading.Lock()  # guards the attributes below while threads run
         self.recvs = Queue(self.lock, program.recvs, staging.recv)
@@ -285,9 +285,9 @@ class _Execution:
         if len(queue.posted) >= op.ahead or (op.waits and not self.done.issuperset(op.waits)):
             return False
         slot = None
-        if self.shares(op, op.sender) and not op.is_relay:
+        if self.uses_shared_memory(op, op.sender) and not op.is_relay:
             boxes = self.staging.tabulate(op, self.dst, "dst")
-            work = self.shared.recv(boxes, self.dst, op.sender, self.tag)
+            work = self.shared_memory.recv(boxes, self.dst, op.sender, self.tag)
         else:
             views = [self.find_bytes(op, part, "dst") for part in op.parts]
             if any(part is None for part in views):
@@ -300,18 +300,18 @@ class _Execution:
         queue.next += 1
         return True
 
-    def shares(self, op: Recv | Send, rank: int) -> bool:
+    def uses_shared_memory(self, op: Recv | Send, rank: int) -> bool:
         """Whether a message to or from a rank goes through shared memory."""
-        return self.shared is not None and self.shared.carries(rank, op.nbytes)
+        return self.shared_memory is not None and self.shared_memory.carries(rank, op.nbytes)
 
     def start_recv(self, op: Recv, buffers: Sequence[torch.Tensor]) -> Work:
-        if self.shares(op, op.sender):
-            return self.shared.recv(tabulate_buffers(buffers), buffers, op.sender, self.tag)
+        if self.uses_shared_memory(op, op.sender):
+            return self.shared_memory.recv(tabulate_buffers(buffers), buffers, op.sender, self.tag)
         return join([self.transport.recv(part, op.sender, self.tag) for part in buffers])
 
     def start_send(self, op: Send, buffers: Sequence[torch.Tensor]) -> Work:
-        if self.shares(op, op.receiver):
-            return self.shared.send(tabulate_buffers(buffers), buffers, op.receiver, self.tag)
+        if self.uses_shared_memory(op, op.receiver):
+            return self.shared_memory.send(tabulate_buffers(buffers), buffers, op.receiver, self.tag)
         return join([self.transport.send(part, op.receiver, self.tag) for part in buffers])
 
     def deliver(self, op: Recv, slot: torch.Tensor | None) -> None:
@@ -351,8 +351,8 @@ class _Execution:
             return False
         arrays, side = (self.dst, "dst") if op.forwards is not None else (self.src, "src")
         slot = None
-        if self.shares(op, op.receiver) and self.can_share_boxes(op):
-            work = self.shared.send(self.staging.tabulate(op, arrays, side), arrays, op.receiver, self.tag)
+        if self.uses_shared_memory(op, op.receiver) and self.can_share_boxes(op):
+            work = self.shared_memory.send(self.staging.tabulate(op, arrays, side), arrays, op.receiver, self.tag)
             sent = [view_of(arrays, box.tensor, getattr(box, side)) for box in op.boxes] if self.digests else []
         else:
             filled = self.fill_buffers(queue, op, arrays, side)

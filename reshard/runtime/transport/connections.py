@@ -47,7 +47,7 @@ class Connections:
         self._stores: list[dist.Store] = []  # used by the groups, which hold no reference
         self._exchanges: dict[int, NcclExchange] = {}
         self._collectives: Any = None
-        self._shared: SharedMemory | None = None
+        self._shared_memory: SharedMemory | None = None
         self._is_sharing = False  # whether the ranks have found out who shares memory
 
     def transport(self, is_two_way: bool, timeout_seconds: float, check_error: Callable[[], None]) -> GlooTransport:
@@ -70,9 +70,9 @@ class Connections:
         if not self._is_sharing:
             limit = timedelta(seconds=timeout_seconds)
             share = functools.partial(share_memory, self._groups[0], self._own, list(self._position), limit)
-            self._shared = run_with_timeout(share, timeout_seconds + GRACE_SECONDS)
+            self._shared_memory = run_with_timeout(share, timeout_seconds + GRACE_SECONDS)
             self._is_sharing = True
-        return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position, self._shared)
+        return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position, self._shared_memory)
 
     def collectives(self, device: torch.device, timeout_seconds: float, check_error: Callable[[], None]) -> Any:
         """The ``torch.distributed`` backend for collectives on one type of device, shared by all callers.
@@ -149,7 +149,7 @@ class Connections:
         self._exchanges.clear()
         self._groups.clear()
         self._stores.clear()
-        self._shared, self._is_sharing = None, False
+        self._shared_memory, self._is_sharing = None, False
 
     def close_communicators(self) -> None:
         """Wait until communicators on a device have closed."""
@@ -158,8 +158,8 @@ class Connections:
 
     def abort(self) -> None:
         """End all waits on every transport, on this rank and soon on the other ranks."""
-        if self._shared is not None:
-            self._shared.close()
+        if self._shared_memory is not None:
+            self._shared_memory.close()
         for group in self._groups:
             abort_group(group)
         if isinstance(self._collectives, dist.ProcessGroupGloo):
@@ -235,10 +235,10 @@ class GlooTransport:
     """Messages to later ranks of the set go over one Gloo group, messages to earlier ones over another or the same."""
 
     def __init__(
-        self, later: Any, earlier: Any, own: int, position: dict[int, int], shared: SharedMemory | None = None
+        self, later: Any, earlier: Any, own: int, position: dict[int, int], shared_memory: SharedMemory | None = None
     ) -> None:
         self._later, self._earlier, self._own, self._position = later, earlier, own, position
-        self.shared = shared  # carries large messages between ranks of one host
+        self.shared_memory = shared_memory  # carries large messages between ranks of one host
 
     def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
         """Start sending a contiguous tensor."""
@@ -258,8 +258,8 @@ class GlooTransport:
 
     def abort(self) -> None:
         """End all waits on this transport, on this rank and soon on the other ranks."""
-        if self.shared is not None:
-            self.shared.close()
+        if self.shared_memory is not None:
+            self.shared_memory.close()
         for group in {self._later, self._earlier}:
             abort_group(group)
 

@@ -27,10 +27,10 @@ from reshard.runtime.transport.descriptors import has_descriptors
 
 #: Smallest message that goes through shared memory. Smaller ones go over sockets, which their sender need not wait for.
 MIN_SHARED_BYTES = 2**18 + 1
-#: Set it to "0", on any rank, and that rank shares no memory.
-SWITCH = "RESHARD_SHARED_MEMORY"
-#: Most ranks of a host. Each maps the segments of all others.
-MAX_RANKS = 128
+#: An environment variable. A rank on which it is "0" shares no memory.
+SHARED_MEMORY_VARIABLE = "RESHARD_SHARED_MEMORY"
+#: Limit on the ranks of a host that share memory. Each maps the segments of all others.
+MAX_RANKS_OF_HOST = 128
 #: What each rank tells the others: two words with the name of its machine, then its process, a descriptor and a token.
 _NO_SEGMENT = (0, 0, 0, -1, 0)
 
@@ -69,8 +69,8 @@ class SharedMemory:
             work = _Work(self, post(self._numbers[rank], tag, boxes), arrays)
         except MemoryError:
             raise ResourceError(
-                f"there is too little memory on this host for 1 MiB that is shared with rank {rank}; {SWITCH}=0 in the "
-                "environment sends all messages over sockets"
+                f"there is too little memory on this host for 1 MiB that is shared with rank {rank}; "
+                f"{SHARED_MEMORY_VARIABLE}=0 in the environment sends all messages over sockets"
             ) from None
         self._kept[id(work)] = work
         return work
@@ -119,12 +119,14 @@ def share_memory(group: Any, own: int, ranks: Sequence[int], limit: timedelta) -
     descriptor, token = -1, secrets.randbits(62)
     statement = torch.tensor(_NO_SEGMENT, dtype=torch.int64, device="cpu")
     name = (
-        None if os.environ.get(SWITCH) == "0" or not hasattr(_native, "Rings") else name_machine(socket.gethostname())
+        None
+        if os.environ.get(SHARED_MEMORY_VARIABLE) == "0" or not hasattr(_native, "Rings")
+        else name_machine(socket.gethostname())
     )
     try:
         if name is not None and has_descriptors(len(ranks) + 1):
             with contextlib.suppress(OSError):  # the others learn that this rank has none
-                descriptor = create_memory_file(token, _native.ring_segment_bytes(MAX_RANKS), reserves=False)
+                descriptor = create_memory_file(token, _native.ring_segment_bytes(MAX_RANKS_OF_HOST), reserves=False)
                 statement[:2] = torch.from_numpy(np.frombuffer(name, dtype=np.int64).copy())
                 statement[2:] = torch.tensor([os.getpid(), descriptor, token])
         table = [torch.empty_like(statement) for _ in ranks]
@@ -132,7 +134,7 @@ def share_memory(group: Any, own: int, ranks: Sequence[int], limit: timedelta) -
         rings: Any = None
         numbers: dict[int, int] = {}
         neighbours = [i for i, other in enumerate(table) if other[3] >= 0 and torch.equal(other[:2], statement[:2])]
-        if own in neighbours and 1 < len(neighbours) <= MAX_RANKS:
+        if own in neighbours and 1 < len(neighbours) <= MAX_RANKS_OF_HOST:
             rings, numbers = _map_segments(descriptor, neighbours, own, table)
         options = dist.BarrierOptions()
         options.timeout = limit

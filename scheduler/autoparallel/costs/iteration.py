@@ -13,9 +13,8 @@ from ...graph import Pipeline
 from ...ir.communication import add_transfers, computations
 from ...ir.schedule import Schedule
 from ...schedules.auto import auto_schedule, in_flight
-from ...schedules.classic import eager_warmups
 from ...schedules.orders import Order, OrderModel, order_of_warmups
-from ...schedules.registry import known_orders
+from ...schedules.registry import KNOWN_SCHEDULES, known_orders
 from ...simulation.replay import PipelineTimeline, simulate_schedule
 from .device_peaks import DevicePeak, peak_of_stage, peak_of_stages
 from .layer_costs import StageCost
@@ -258,9 +257,9 @@ def _trials(
     """
     num, count, pp_ranks = len(costs), model.num, model.pp_rank_of_stage
     if len(set(pp_ranks)) < num:
-        yield from _shared_trials(model, costs, can_split, only)
+        yield from _several_stage_trials(model, costs, can_split, only)
     else:
-        for name, depths, make_order in _single_trials(model, costs, can_split, only):
+        for name, depths, make_order in _one_stage_trials(model, costs, can_split, only):
             yield _Trial(name, depths, tuple(map(peak_of_stage, costs, depths)), make_order)
     if num > 1 and thorough and 3 * count * num <= MAX_ACTIONS:
         auto = partial(auto_schedule, pp_rank_of_stage=pp_ranks, can_split=can_split)
@@ -282,7 +281,7 @@ def _trial_of(name: str, order: Order, costs: Sequence[StageCost], pp_ranks: Seq
     return _Trial(name, depths, tuple(peaks), lambda: order)
 
 
-def _shared_trials(
+def _several_stage_trials(
     model: OrderModel, costs: Sequence[StageCost], can_split: bool, only: str | None
 ) -> Iterator[_Trial]:
     """The known schedules of a placement with several stages on a pp rank."""
@@ -292,20 +291,21 @@ def _shared_trials(
             yield _trial_of(name, model.numbers(rank_actions), costs, model.pp_rank_of_stage)
 
 
-def _single_trials(
+def _one_stage_trials(
     model: OrderModel, costs: Sequence[StageCost], can_split: bool, only: str | None
 ) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Order]]]:
-    """The classic schedules of one stage on each pp rank, and 1F1B with depths that hide the transfers.
+    """The known schedules of one stage on each pp rank that have a fixed warm-up, and 1F1B with depths that hide the
+    transfers.
 
     Each has its name, its microbatches in flight of each stage, and a function that makes its order.
     ``overlapping_1f1b`` has just these depths, and ``overlapping_1f1b_plus_1`` one microbatch more in each stage.
     """
     num, count = len(costs), model.num
-    known: dict[str, tuple[Sequence[int], Sequence[int] | None]] = {"1f1b": (range(num, 0, -1), None)}
-    if num > 1:
-        known["eager_1f1b"] = (eager_warmups(num), None)
-    if num > 1 and can_split:
-        known |= {"zb_h1": (known["1f1b"][0], range(num)), "zb_h2": (eager_warmups(num), range(0, 2 * num, 2))}
+    known = {  # on one pp rank, all are 1F1B
+        schedule.name: (schedule.warmups(num), schedule.deferred(num) if schedule.deferred else None)
+        for schedule in KNOWN_SCHEDULES
+        if schedule.warmups and (can_split or not schedule.splits) and (num > 1 or schedule.name == "1f1b")
+    }
     if num == 1 or (only not in OVERLAPPING and only not in known):
         only = None
     seen = set()

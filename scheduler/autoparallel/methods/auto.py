@@ -23,7 +23,7 @@ from .interleaving import interleaved
 from .joint import joint
 from .moves import neighbours
 from .pure import pure
-from .shortage import least_shortages
+from .shortage import smallest_shortages
 
 #: A search method: candidates, its own choice first.
 Method = Callable[[SearchProblem], Sequence[Candidate]]
@@ -86,7 +86,7 @@ def auto(
     if rules != problem.rules and 0 in problem.rules.zero and False in problem.rules.recompute:
         for candidate in limited(problem.changed(rules=rules)):
             candidates.setdefault(candidate.text, candidate)
-    return tuple(candidates.values()) or tuple(shortage.candidate for shortage in least_shortages(problem))
+    return tuple(candidates.values()) or tuple(shortage.candidate for shortage in smallest_shortages(problem))
 
 
 def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bool) -> list[Evaluation]:
@@ -277,7 +277,7 @@ def _why_refused(problem: SearchProblem, grid: GridShape) -> str:
 
 def why_nothing_fits(problem: SearchProblem) -> str:
     """Why no training plan uses all devices: the memory that one lacks, or the reason why no stage is possible."""
-    total, short = problem.cluster.num_ranks, least_shortages(problem)
+    total, short = problem.cluster.num_ranks, smallest_shortages(problem)
     if short and short[0].nbytes > 0:
         lacks = short[0]
         stage, count = lacks.candidate.stages[lacks.stage], lacks.candidate.num_microbatches

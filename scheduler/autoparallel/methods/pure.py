@@ -1,4 +1,4 @@
-"""Single parallelisms, and Megatron's rule: what people choose by hand."""
+"""Plans that people choose by hand: a single kind of parallelism, and Megatron's rule."""
 
 from __future__ import annotations
 

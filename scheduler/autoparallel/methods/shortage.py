@@ -25,7 +25,7 @@ class Shortage(NamedTuple):
     stage: int
 
 
-def least_shortages(problem: SearchProblem) -> list[Shortage]:
+def smallest_shortages(problem: SearchProblem) -> list[Shortage]:
     """For each number of microbatches, the training plan that lacks the least memory; the smallest shortage first.
 
     The list is empty if no stage can have the samples, whatever the memory. A plan that lacks a few bytes here may fit,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from reshard.codecs.choice import Rates, choose_format, find_size, predict_seconds, take_sample
 from reshard.codecs.delta import HEADER_BYTES
-from reshard.codecs.encoded_sizes import Sample
+from reshard.codecs.encoded_ratios import Sample
 from reshard.codecs.formats import FORMATS, known_formats
+from reshard.codecs.lossless_choice import Rates, choose_format, predict_ratio, predict_seconds, take_sample
 from reshard.codecs.rates import measure_format_rates, slowest_rates
 
 NUM_WORDS = 2**20
@@ -39,7 +39,7 @@ def test_predicted_sizes_are_those_of_the_encoders(width, share):
     sample = take_sample(words, base, width)
     for name in formats:
         size = FORMATS[name].encode(words, base, np.empty(len(words) + HEADER_BYTES, np.uint8), width) / len(words)
-        assert find_size(name, width, sample) == pytest.approx(
+        assert predict_ratio(name, width, sample) == pytest.approx(
             size, rel=0.3 if name == "xor-zstd" else 0.2, abs=0.002
         ), name
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.plan.boxes import Box, Boxes, Traffic
+from reshard.plan.drawn_hosts import Boxes, HostBox, Traffic
 
 #: Width of a drawing in SVG units. A phone shows it at 0.75 times this size, a screen at 1.5 times.
 WIDTH = 460
@@ -220,7 +220,7 @@ def _loop(frame: Frame, angle: float) -> tuple[Point, Point, Point, Point]:
     return points[0], points[1], points[2], points[3]
 
 
-def cell_size(box: Box, frame: Frame) -> tuple[int, float]:
+def cell_size(box: HostBox, frame: Frame) -> tuple[int, float]:
     """The cells in a row, and the side of a cell with its gap; 0 cells if they would be too small to see."""
     room = frame.width - FLAT_LABEL - 6 if frame.is_flat else frame.width - 12
     tall = frame.height - (8 if frame.is_flat else 24)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard import _native
-from reshard.codecs.encoded_sizes import DENSE_SHARES, Sample
+from reshard.codecs.encoded_ratios import DENSE_SHARES, Sample
 from reshard.codecs.formats import FORMATS
 
 #: Rates are measured at these shares of changed words. Between them, the time of a byte is interpolated linearly.
@@ -41,9 +41,9 @@ class Rates:
     decoders: float = 1.0
 
 
-def find_size(name: str, width: int, sample: Sample) -> float:
+def predict_ratio(name: str, width: int, sample: Sample) -> float:
     """Predict the encoded bytes of a format per plain byte, for words of ``width`` bytes."""
-    return min(FORMATS[name].size(width, sample), 1.0)
+    return min(FORMATS[name].predict_ratio(width, sample), 1.0)
 
 
 def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: Rates) -> float:
@@ -62,7 +62,7 @@ def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: Ra
     encode, decode = rates.formats[name]
     per_byte = (
         seconds_per_byte(encode) / rates.encoders
-        + find_size(name, width, sample) / rates.link
+        + predict_ratio(name, width, sample) / rates.link
         + seconds_per_byte(decode) / rates.decoders
     )
     fixed = (ENCODE_SECONDS + known.setup_seconds) / rates.encoders

@@ -1,4 +1,4 @@
-"""The schedules that ``reshard train --schedule`` can name."""
+"""Schedule builders by the names that ``reshard train --schedule`` takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .auto import auto_schedule
 from .registry import KNOWN_SCHEDULES
 
 #: Functions from a pipeline with one stage on each pp rank and a number of microbatches to a schedule.
-BUILDERS: Mapping[str, Callable[[Pipeline, int], Schedule]] = {
+NAMED_BUILDERS: Mapping[str, Callable[[Pipeline, int], Schedule]] = {
     "auto": auto_schedule,
     **{known.name: known.build for known in KNOWN_SCHEDULES if known.build is not None},
 }

@@ -14,12 +14,12 @@ from reshard.formatting import count_of, format_ranks
 if TYPE_CHECKING:
     from reshard.plan.model import Plan
 
-#: Most boxes in a column of a drawing, or around its ring. If there are more hosts, a box is a group of hosts.
+#: Limit on the boxes in a column of a drawing, or around its ring. If there are more hosts, a box is a group of hosts.
 MAX_BOXES = 16
 
 
 @dataclass(frozen=True)
-class Box:
+class HostBox:
     """A host, or a group of hosts: those of a pod, or consecutive ones.
 
     Attributes:
@@ -69,8 +69,8 @@ class Boxes:
     """
 
     plan: Plan
-    src: tuple[Box, ...]
-    dst: tuple[Box, ...]
+    src: tuple[HostBox, ...]
+    dst: tuple[HostBox, ...]
 
     @classmethod
     def of(cls, plan: Plan) -> Boxes:
@@ -98,7 +98,7 @@ class Boxes:
         )
 
     @cached_property
-    def all(self) -> tuple[Box, ...]:
+    def all(self) -> tuple[HostBox, ...]:
         """The boxes in the order of their indices."""
         return self.src + self.dst
 
@@ -149,12 +149,12 @@ class Boxes:
         return any(name.partition(",")[0].rpartition(" ")[0] in names for name in marked)
 
 
-def _make_boxes(plan: Plan, hosts: list[int], by_host: dict[int, list[str]]) -> list[Box]:
+def _make_boxes(plan: Plan, hosts: list[int], by_host: dict[int, list[str]]) -> list[HostBox]:
     topology = plan.topology
     pod_of = {host: topology.host(host).pod if topology.pods else None for host in hosts}
     if len(hosts) <= MAX_BOXES:
         hosts = sorted(hosts, key=lambda host: (pod_of[host] or 0, host))
-        return [Box(f"host {host}", (host,), pod_of[host], tuple(by_host[host])) for host in hosts]
+        return [HostBox(f"host {host}", (host,), pod_of[host], tuple(by_host[host])) for host in hosts]
     pods: dict[int | None, list[int]] = {}
     for host in hosts:
         pods.setdefault(pod_of[host], []).append(host)
@@ -164,7 +164,7 @@ def _make_boxes(plan: Plan, hosts: list[int], by_host: dict[int, list[str]]) -> 
         size = -(-len(hosts) // MAX_BOXES)
         groups = [("", hosts[first : first + size]) for first in range(0, len(hosts), size)]
     return [
-        Box(name or _name_hosts(group), tuple(group), _only(pod_of[host] for host in group), _roles(group, by_host))
+        HostBox(name or _name_hosts(group), tuple(group), _only(pod_of[host] for host in group), _roles(group, by_host))
         for name, group in groups
     ]
 
