@@ -123,7 +123,7 @@ def _unblocked(item: Transfer) -> Transfer:
 
 
 def _group_by_parameters(computations: Sequence[Computation]) -> dict[int, int]:
-    """``{stage: the first stage of those that share parameters with it}``."""
+    """``{stage: the first of the stages that share parameters with it, or itself}``."""
     runs = {item.action.stage: item.run for item in computations}
     groups = {stage: stage for stage in sorted(runs)}
     first: dict[int, int] = {}  # by the id of a parameter, the first stage that has it
