@@ -2,7 +2,7 @@
 
 Stages sleep on processes of this machine. Each forward, input-gradient pass and weight-gradient pass takes its mean
 time multiplied by a random factor: normal, with mean 1, and at least 0.1. Both orders run in turns, with the same
-factors.
+factors. So do steps on a virtual clock, since a loaded machine makes steps longer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from microbench.harness.table import Table
 from microbench.training.timed_stages import TimedStage
+from microbench.training.virtual_clock import simulate_step
 from reshard import Layout, Mesh
 from reshard.scheduler import (
     Edge,
@@ -70,16 +71,29 @@ def make_pipeline(pp_rank_of_stage: list[int], seconds: float) -> Pipeline:
     return Pipeline(tuple(stages), tuple(edges))
 
 
-def measure(rank: int, case: str, options: argparse.Namespace) -> dict[float, dict[Order, list[float]]]:
-    """Seconds of the steps of each order, for each standard deviation in percent."""
-    torch.set_num_threads(1)
+def make_case(case: str, options: argparse.Namespace) -> tuple[Pipeline, Schedule]:
+    """The pipeline and the schedule of a case."""
     per_rank, build = CASES[case]
     pp_rank_of_stage = [stage % options.ranks for stage in range(per_rank * options.ranks)]
     pipeline = make_pipeline(pp_rank_of_stage, options.milliseconds / 1e3 / per_rank)
+    return pipeline, build(pipeline, options.microbatches, options.ranks)
+
+
+def draw_costs(pipeline: Pipeline, percent: float, turn: int) -> dict[int, VaryingCosts]:
+    """``{stage: its costs}`` of a turn."""
+    return {
+        stage: VaryingCosts(costs, percent / 100, f"{percent} {turn} {stage}")
+        for stage, costs in enumerate(pipeline.stages)
+    }
+
+
+def measure(rank: int, case: str, options: argparse.Namespace) -> dict[float, dict[Order, list[float]]]:
+    """Seconds of the steps of each order, for each standard deviation in percent."""
+    torch.set_num_threads(1)
+    pipeline, schedule = make_case(case, options)
     groups = [dist.new_group([number]) for number in range(options.ranks)]
-    own = [stage for stage, its in enumerate(pp_rank_of_stage) if its == rank]
+    own = [stage for stage, its in enumerate(schedule.pp_rank_of_stage) if its == rank]
     modules = {stage: TimedStage(pipeline, stage, rank, groups[rank]) for stage in own}
-    schedule = build(pipeline, options.microbatches, options.ranks)
     feed = {0: [{"x": torch.zeros(SHAPE, requires_grad=True)} for _ in range(options.microbatches)]}
     engines = {order: Engine(schedule, pipeline, modules, order=order) for order in ORDERS}
     measured: dict[float, dict[Order, list[float]]] = {}
@@ -87,9 +101,9 @@ def measure(rank: int, case: str, options: argparse.Namespace) -> dict[float, di
         measured[percent] = {order: [] for order in ORDERS}
         for turn in range(options.turns + WARM_UP):
             for order in ORDERS[:: -1 if turn % 2 else 1]:
+                costs: dict[int, Any] = draw_costs(pipeline, percent, turn)
                 for stage, module in modules.items():
-                    costs: Any = VaryingCosts(pipeline.stages[stage], percent / 100, f"{percent} {turn} {stage}")
-                    module.costs = costs
+                    module.costs = costs[stage]
                 dist.barrier()
                 slowest = torch.tensor(engines[order].step(feed).seconds)
                 dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -111,13 +125,31 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=9)
 
 
+def simulate(case: str, percent: float, options: argparse.Namespace) -> list[float]:
+    """Seconds in ready order over those in planned order, of each measured turn, on a virtual clock."""
+    pipeline, schedule = make_case(case, options)
+    ratios = []
+    for turn in range(WARM_UP, WARM_UP + options.turns):
+        planned, ready = (
+            simulate_step(schedule, pipeline, draw_costs(pipeline, percent, turn), order) for order in ORDERS
+        )
+        ratios.append(ready / planned)
+    return ratios
+
+
 def run(options: argparse.Namespace) -> None:
     """Print a row per schedule and deviation: the medians of both orders, and the ratios of both steps of a turn."""
     columns = {"schedule": "<24", "percent": ">g", "planned ms": ">.1f", "ready ms": ">.1f"}
-    table = Table({**columns, "ready/planned": ">.3f", "smallest": ">.3f", "largest": ">.3f"})
+    columns |= {"ready/planned": ">.3f", "smallest": ">.3f", "largest": ">.3f"}
+    table = Table({**columns, "on virtual clock": ">.3f", "its smallest": ">.3f", "its largest": ">.3f"})
     for case in options.case:
         measured = run_processes(measure, options.ranks, case, options, timeout_seconds=1800.0)[0]
         for percent, times in measured.items():
             medians = [1e3 * statistics.median(times[order]) for order in ORDERS]
             ratios = [ready / planned for planned, ready in zip(times["planned"], times["ready"], strict=True)]
-            table.add(case, percent, *medians, statistics.median(ratios), min(ratios), max(ratios))
+            figures = [
+                pick(series)
+                for series in (ratios, simulate(case, percent, options))
+                for pick in (statistics.median, min, max)
+            ]
+            table.add(case, percent, *medians, *figures)

@@ -320,10 +320,10 @@ class Iteration:
         )
         since = self.measured.clock.now()
         for turn in queue:
-            item = plan.computations[turn.index]
+            item = plan.computations[turn.place]
             self.doing = item.action
             self.compute(item, since, turn)
-            for send in plan.sends[turn.index]:
+            for send in plan.sends[turn.place]:
                 self.move(send)
             for port in item.inputs:
                 if not port.is_local:

@@ -123,7 +123,7 @@ def _unblocked(item: Transfer) -> Transfer:
 
 
 def _group_by_parameters(computations: Sequence[Computation]) -> dict[int, int]:
-    """``{stage: the first stage of those that share parameters with it}``."""
+    """``{stage: the first of the stages that share parameters with it, or itself}``."""
     runs = {item.action.stage: item.run for item in computations}
     groups = {stage: stage for stage in sorted(runs)}
     first: dict[int, int] = {}  # by the id of a parameter, the first stage that has it
@@ -171,12 +171,14 @@ class Turn(NamedTuple):
     """The computation to run next.
 
     Attributes:
-        index: its place in the plan.
+        place: its place in the plan.
+        queue: the number of its queue.
         is_moved: whether it is a weight-gradient pass that runs before a backward of its stage which the plan has
             before it.
     """
 
-    index: int
+    place: int
+    queue: int
     is_moved: bool
 
 
@@ -209,31 +211,39 @@ class ReadyQueue:
     def __iter__(self) -> Iterator[Turn]:
         """The computations, each of which the caller runs before it asks for the next one."""
         while self._undone:
-            index, number = self._next()
-            yield Turn(index, self._is_moved(index, number))
-            action = self._plan.computations[index].action
-            self._done.add((action.kind, action.stage, action.microbatch))
-            self._in_use += self._plan.changes[index]
-            del self._undone[bisect_left(self._undone, index)]
-            self._at[number] += 1
+            turn = self.find_turn()
+            while not isinstance(turn, Turn):
+                self._wait(turn)
+                turn = self.find_turn()
+            yield turn
+            self.end(turn)
 
-    def _next(self) -> tuple[int, int]:
-        """The computation that comes first in the plan and has its inputs. The only one that may run may lack some."""
+    def find_turn(self) -> Turn | list[Port]:
+        """The computation that comes first in the plan and has its inputs; or inputs, if one of them must come first.
+
+        If only one computation may run, it is returned even if it lacks inputs.
+        """
         heads = [
             (queue.indices[at], number)
             for number, (queue, at) in enumerate(zip(self._plan.queues, self._at, strict=True))
             if at < len(queue.indices)
         ]
         heads = sorted(head for head in heads if self._may_run(*head))
-        while len(heads) > 1:
-            missing: list[Port] = []
-            for head in heads:
-                lacks = [port for port in self._plan.computations[head[0]].inputs if not self._has_arrived(port)]
-                if not lacks:
-                    return head
-                missing += lacks
-            self._wait(missing)
-        return heads[0]
+        missing: list[Port] = []
+        for index, number in heads:
+            lacks = [port for port in self._plan.computations[index].inputs if not self._has_arrived(port)]
+            if not lacks or len(heads) == 1:
+                return Turn(index, number, self._is_moved(index, number))
+            missing += lacks
+        return missing
+
+    def end(self, turn: Turn) -> None:
+        """Note that a computation has run."""
+        action = self._plan.computations[turn.place].action
+        self._done.add((action.kind, action.stage, action.microbatch))
+        self._in_use += self._plan.changes[turn.place]
+        del self._undone[bisect_left(self._undone, turn.place)]
+        self._at[turn.queue] += 1
 
     def _may_run(self, index: int, number: int) -> bool:
         """Whether a computation, the next of its queue, lacks nothing but messages on the way."""

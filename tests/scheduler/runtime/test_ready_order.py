@@ -247,9 +247,9 @@ def run_queue(plan, has_arrived, may_move):
         return port.slot in made if port.is_local else has_arrived()
 
     for turn in ReadyQueue(plan, is_posted, is_there, lambda _: may_move, lambda _: None):
-        item = plan.computations[turn.index]
+        item = plan.computations[turn.place]
         in_use += in_flight_change(item.action.kind) * (7, 40, 19, 11)[item.action.stage]
-        peak, order = max(peak, in_use), [*order, turn.index]
+        peak, order = max(peak, in_use), [*order, turn.place]
         made |= {port.slot for port in item.outputs if port.is_local}
     return order, peak
 
