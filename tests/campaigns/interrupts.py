@@ -5,7 +5,8 @@ with an exception at one line on one rank, and calls a third time. The second an
 their step, or raise an error of this package; the second may raise the exception itself on the interrupted rank, and must
 name that rank on the other one if it raises. Then everything is closed, and no thread or descriptor may be left.
 
-``--signals 300`` sends SIGINT to the process of the rank at random times in the second call instead. ``--once`` tries each
+``--opening`` makes the first call on another group, so that the exception comes in the first call of the group, which
+opens its connections. ``--signals 300`` sends SIGINT to the process of the rank at random times in the second call instead. ``--once`` tries each
 line of the source once, though a call may run it many times.
 """
 
@@ -128,6 +129,19 @@ class Movers(Calls):
     def close(self):
         """Close the Mover."""
         self.mover.close()
+
+
+class Openings(Calls):
+    """Lives of a Mover: each call makes one, moves a tensor, and closes it."""
+
+    def prepare(self, step):
+        """Make the plan, which is no call of the group."""
+        self.plan = reshard.make_plan(ROWS, COLUMNS, SHAPE, "float32")
+
+    def run(self, source):
+        """See :class:`Calls`."""
+        with reshard.Mover(self.plan, self.group, timeout_seconds=TIMEOUT_SECONDS) as mover:
+            return mover(source)
 
 
 class Steps(Calls):
@@ -306,6 +320,7 @@ class _Times(torch.nn.Module):
 KINDS = {
     "reshard": Calls,
     "mover": Movers,
+    "open": Openings,
     "engine": Steps,
     "save": Saves,
     "load": Loads,
@@ -396,31 +411,44 @@ class Signal:
         self._thread.join()
 
 
-def count_lines(rank, kind, victim, once, folder):
+def _begin(rank, kind, folder, opening):
+    """A group, calls on it, and the outcome of a first call. With ``opening``, that call was on another group."""
+    calls = KINDS[kind](group := dist.new_group([0, 1]), folder)
+    first = _call(calls, rank, 0)
+    if opening:
+        calls.close()
+        reshard.close_group(group)
+        dist.destroy_process_group(group)
+        calls = KINDS[kind](group := dist.new_group([0, 1]), folder)
+    return group, calls, first
+
+
+def count_lines(rank, kind, victim, once, folder, opening=False):
     """Numbers of the lines of a call on this rank, and its seconds."""
-    calls, tracer = KINDS[kind](dist.new_group([0, 1]), folder), Tracer()
-    outcomes = [_call(calls, rank, 0), _call(calls, rank, 1, tracer)]
+    (_, calls, first), tracer = _begin(rank, kind, folder, opening), Tracer()
+    outcomes = [first, _call(calls, rank, 1, tracer)]
     dist.barrier()
     outcomes.append(_call(calls, rank, 2))
     if any(outcome != "right" for outcome, _ in outcomes):
         raise AssertionError(f"calls that nothing interrupts end with {outcomes}")
     dist.barrier()
     calls.close()
-    return sorted(tracer.first_visits.values()) if once else list(range(tracer.num_lines)), outcomes[-1][1]
+    seconds = min(first[1], outcomes[1][1]) if opening else outcomes[-1][1]
+    return sorted(tracer.first_visits.values()) if once else list(range(tracer.num_lines)), seconds
 
 
-def run_trial(rank, kind, victim, at, folder):
+def run_trial(rank, kind, victim, at, folder, opening=False):
     """Where a call is interrupted, the outcomes of the second and third call on this rank, and what closing leaves.
 
     None if the first call fails on a rank, as on an overloaded machine.
 
     Args:
         at: the number of the line, an int; or the seconds until a signal, a float.
+        opening: the first call is on another group.
     """
     before = _resources()
     try:
-        calls = KINDS[kind](group := dist.new_group([0, 1]), folder)
-        first = _call(calls, rank, 0)[0]
+        group, calls, (first, _) = _begin(rank, kind, folder, opening)
     except reshard.ReshardError as error:
         first = str(error)
     if all_gather_json(first) != ["right", "right"]:
@@ -429,6 +457,8 @@ def run_trial(rank, kind, victim, at, folder):
     outcomes = [_call(calls, rank, 1, interruption), _call(calls, rank, 2)]
     try:
         calls.close()
+        if opening:
+            reshard.close_group(group)
         closed = ""
     except BaseException as error:
         closed = f"close() raises {type(error).__name__}: {error}"
@@ -490,38 +520,40 @@ def judge(trial, victim):
     return next((text for _, _, *texts in trial for text in texts if text), "")
 
 
-def run_campaign(kind, every=1, first=0, victim=1, once=False):
+def run_campaign(kind, every=1, first=0, victim=1, once=False, opening=False):
     """Run trials at every so many lines. Returns the number of trials, and ``{what is wrong: places}``."""
     with tempfile.TemporaryDirectory() as folder:
-        lines, _ = run_processes(count_lines, 2, kind, victim, once, folder)[victim]
+        lines, _ = run_processes(count_lines, 2, kind, victim, once, folder, opening)[victim]
     chosen = lines[first % every :: every]
     wrong = {}
     for line in chosen:
-        text, place = _try(kind, victim, line)
+        text, place = _try(kind, victim, line, opening)
         if text and _statement(place) not in OUT_OF_REACH:
             wrong.setdefault(text, []).append(place)
     return len(chosen), wrong
 
 
-def run_signals(kind, num, seed=0, victim=1):
+def run_signals(kind, num, seed=0, victim=1, opening=False):
     """The same with SIGINT at ``num`` random times, up to one and a half times that of a call."""
     with tempfile.TemporaryDirectory() as folder:
-        _, seconds = run_processes(count_lines, 2, kind, victim, False, folder)[victim]
+        _, seconds = run_processes(count_lines, 2, kind, victim, False, folder, opening)[victim]
     chance = random.Random(seed)
     wrong = {}
     for _ in range(num):
-        text, place = _try(kind, victim, chance.uniform(0.0, 1.5 * seconds))
+        text, place = _try(kind, victim, chance.uniform(0.0, 1.5 * seconds), opening)
         if text:
             wrong.setdefault(text, []).append(place)
     return num, wrong
 
 
-def _try(kind, victim, at):
+def _try(kind, victim, at, opening):
     """What is wrong after an interrupt, and where it is."""
     try:
         for _ in range(NUM_TRIES):
             with tempfile.TemporaryDirectory() as folder:
-                trial = run_processes(run_trial, 2, kind, victim, at, folder, timeout_seconds=90.0, grace_seconds=20.0)
+                trial = run_processes(
+                    run_trial, 2, kind, victim, at, folder, opening, timeout_seconds=90.0, grace_seconds=20.0
+                )
             if None not in trial:
                 return judge(trial, victim), trial[victim][0]
     except LaunchError as error:
@@ -544,15 +576,16 @@ def main():
     parser.add_argument("--first", type=int, default=0, help="number of the first line, or the seed")
     parser.add_argument("--once", action="store_true", help="try each line of the source once")
     parser.add_argument("--rank", type=int, default=1, choices=(0, 1), help="the rank to interrupt (1)")
+    parser.add_argument("--opening", action="store_true", help="interrupt the first call of a group")
     parser.add_argument("--signals", type=int, default=0, help="number of signals to send instead")
     options = parser.parse_args()
     failed = False
     for kind in options.kind or KINDS:
         begun = time.monotonic()
         if options.signals:
-            num, wrong = run_signals(kind, options.signals, options.first, options.rank)
+            num, wrong = run_signals(kind, options.signals, options.first, options.rank, options.opening)
         else:
-            num, wrong = run_campaign(kind, options.every, options.first, options.rank, options.once)
+            num, wrong = run_campaign(kind, options.every, options.first, options.rank, options.once, options.opening)
         count = sum(map(len, wrong.values()))
         print(f"{kind}: {num} trials in {time.monotonic() - begun:.0f} s, {count} wrong", flush=True)
         for text, places in sorted(wrong.items(), key=lambda one: -len(one[1])):
