@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -78,9 +79,9 @@ class _Program:
 
     def __init__(self, pod_of: Mapping[int, int]) -> None:
         self._pod_of, self._count = pod_of, 0
-        self.leaving: dict[int, list[int]] = {}
-        self.up: dict[int, list[int]] = {}
-        self.down: dict[int, list[int]] = {}
+        self.leaving: dict[int, list[int]] = defaultdict(list)
+        self.up: dict[int, list[int]] = defaultdict(list)
+        self.down: dict[int, list[int]] = defaultdict(list)
         self._equal, self._least = _Rows(), _Rows()
 
     def add_class(self, holders: Sequence[int], destinations: Sequence[int], nbytes: float) -> None:
@@ -92,19 +93,18 @@ class _Program:
             needing.setdefault(pod_of[host], []).append(host)
         holding = {pod_of[host] for host in holders}
         for pod, hosts in needing.items():
-            every, outside = [], []
-            for host in (*holders, *destinations):
-                if hosts == [host]:
-                    continue
-                every.append(self._count)
-                self.leaving.setdefault(host, []).append(self._count)
-                if host in holders:
-                    first.append(self._count)
+            alone = hosts[0] if len(hosts) == 1 else None
+            members = [host for host in (*holders, *destinations) if host != alone]
+            every, outside = range(self._count, self._count + len(members)), []
+            for variable, host in zip(every, members, strict=True):
+                self.leaving[host].append(variable)
                 if pod_of[host] != pod:
-                    outside.append(self._count)
-                    self.up.setdefault(pod_of[host], []).append(self._count)
-                    self.down.setdefault(pod, []).append(self._count)
-                self._count += 1
+                    outside.append(variable)
+                    self.up[pod_of[host]].append(variable)
+            if outside:
+                self.down[pod].extend(outside)
+            first += every[: len(holders)]  # no destination is a holder
+            self._count += len(members)
             self._equal.add(every, nbytes * len(hosts))
             if pod not in holding:
                 self._least.add(outside, nbytes, -1.0)
