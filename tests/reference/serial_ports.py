@@ -84,14 +84,14 @@ def serial_seconds_python(plan: Plan) -> float:
         duration, nbytes, passed = max(seconds.values()), int(messages.nbytes[i]), 0.0
         end = max(flows + duration, links[out].add(flows - wait, wait + seconds.pop(out)))
         for number, (link, passing) in enumerate(seconds.items(), start=1):
-            ends = links[link].add(flows, passing)
-            end = max(end, ends)
-            if number >= 2 and ends >= passed:
-                passed = ends
+            passes_at = links[link].add(flows, passing)
+            end = max(end, passes_at)
+            if number >= 2 and passes_at >= passed:
+                passed = passes_at
                 if link not in latest or not latest[link].takes(flows, nbytes):
                     latest[link] = _Round(flows, duration, nbytes)
                 rounds[i] = latest[link]
-                rounds[i].end = max(rounds[i].end, ends)
+                rounds[i].end = max(rounds[i].end, passes_at)
         for ends in (sent[sender, a == b], received[receiver]):
             ends.append(max(end, ends[-1]) if ends else end)
         arrived[i] = received[receiver][-1]
