@@ -194,8 +194,8 @@ def inputs(case: str) -> tuple[list[TensorSpec], Topology]:
     return _pair(name, int(ranks))
 
 
-def measure(case: str, strategy: str, simulates: bool) -> dict[str, Any]:
-    """Plan a case in this process."""
+def measure(case: str, strategy: str, simulates: bool, *, has_loads: bool = False) -> dict[str, Any]:
+    """Plan a case in this process; ``has_loads`` adds how long the links of each class are busy."""
     plan_tensors(inputs("swap/16")[0], topology=inputs("swap/16")[1])  # loads modules
     tensors, topology = inputs(case)
     begun = time.process_time()
@@ -215,22 +215,26 @@ def measure(case: str, strategy: str, simulates: bool) -> dict[str, Any]:
         is_small = plan.num_messages <= _MAX_SIMULATED
         record["seconds"] = simulate(plan).makespan_seconds if is_small else predict(plan).seconds
         record["bound"] = find_bound(plan).seconds
+    if has_loads:
+        from microbench.planner.link_loads import loads_of, to_json
+
+        record["loads"] = to_json(loads_of(plan))
     return record
 
 
-def run_one(python: str, case: str, strategy: str, limit: float) -> dict[str, Any]:
+def run_one(python: str, case: str, strategy: str, limit: float, *, has_loads: bool = False) -> dict[str, Any]:
     """:func:`measure` in a new process; ``limit`` seconds for the simulation."""
-    command = [python, "-P", str(Path(__file__).resolve()), case, strategy, str(limit)]
+    command = [python, "-P", str(Path(__file__).resolve()), case, strategy, str(limit), *["loads"] * has_loads]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = done.stdout.splitlines()
     return json.loads(lines[-1]) if lines else {"error": f"exit status {done.returncode}"}
 
 
-def _one(case: str, strategy: str, limit: str) -> int:
+def _one(case: str, strategy: str, limit: str, *loads: str) -> int:
     if float(limit):
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, float(limit))
-    print(json.dumps(measure(case, strategy, bool(float(limit)))), flush=True)
+    print(json.dumps(measure(case, strategy, bool(float(limit)), has_loads=bool(loads))), flush=True)
     return 0
 
 
@@ -247,15 +251,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="*", default=[], help="models and other cases; all: every one of them")
     parser.add_argument("--compare", nargs="*", default=[], metavar="STRATEGY", help="strategies to compare with auto")
     parser.add_argument("--before", metavar="PYTHON", help="interpreter of an environment with another version")
+    parser.add_argument("--picture", type=Path, metavar="SVG", help="draw the loads of links in the last case's plan")
     parser.add_argument("--limit", type=float, default=60, help="CPU seconds to plan and simulate; 0: only plan (60)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print one row per plan, and what beats ``auto``."""
     named = [*MODELS, *OTHERS] if options.cases == ["all"] else options.cases
-    beaten = []
+    beaten, record = [], {}
     for case in [*(f"{name}/{ranks}" for ranks in options.ranks for name in options.pairs), *named]:
-        record = run_one(sys.executable, case, "auto", options.limit)
+        record = run_one(sys.executable, case, "auto", options.limit, has_loads=options.picture is not None)
         print(f"{case:34} {_format(record)}", flush=True)
         if options.before:
             before = run_one(options.before, case, "auto", options.limit)
@@ -270,6 +275,10 @@ def run(options: argparse.Namespace) -> int:
             print(f"{'  ' + strategy:34} {_format(other)}", flush=True)
             if "seconds" in other and record.get("seconds", float("inf")) > other["seconds"] * (1 + MARGIN):
                 beaten.append(f"{case}: {strategy}")
+    if options.picture and "loads" in record and "seconds" in record:
+        from microbench.planner.link_loads import draw_loads, from_json
+
+        draw_loads(case, from_json(record["loads"]), record["bound"], record["seconds"], options.picture)
     if options.compare:
         print(f"{len(beaten)} plans of auto are slower by more than {MARGIN:.1%}: {'; '.join(beaten) or 'none'}")
     return int(bool(beaten))

@@ -1,6 +1,7 @@
 // Python binding of the simulator's event loop (event_loop.h): checks the arrays and builds the tables of the loop.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
@@ -162,14 +163,72 @@ class Ends {
     LargeArray<double> ends_;
 };
 
-// The end of the last message if every port passes one message at a time, in the order of the messages. A message
-// starts when its ports, its queue, its receiver and the messages in its `after` allow it; a port is busy for the time
-// of the bytes at its own rate. Links that many ports share (uplinks of pods, and what the ranks of a host share inside
-// it) pass several messages at once: a message ends no earlier than its link has passed all bytes up to it. A link that
-// was idle passes the bytes as if the message had begun earlier by the time that its ports take, so that messages which
-// are nearly in the order of their begins do not wait for each other. Copies within a rank take no time. Row r of `ports` has the ports of rank r: out of it
-// and into it inside its host, out of and into its NIC, its pod's uplink in both directions, -1 without pods, and what
-// all ranks of its host share inside it, -1 without a limit.
+// When each link passes bytes. It passes those of one message after the other, in the order in which they are added. A
+// message that is ready only later leaves a gap, and messages that are added after it fill the gap. Links keep one gap
+// each: the one that arose last.
+class Links {
+  public:
+    explicit Links(size_t count) : free_from_(count), gap_from_(count), gap_to_(count) {}
+    // The first time from `begin` on at which a link is free.
+    double first_free(int64_t link, double begin) const {
+        return std::max(begin < gap_to_[link] ? gap_from_[link] : free_from_[link], begin);
+    }
+    // Lets a link pass something for so many seconds, from `begin` on, and returns when it has passed.
+    double pass(int64_t link, double begin, double seconds) {
+        double &from = gap_from_[link], &to = gap_to_[link], &free = free_from_[link];
+        const double first = std::max(from, begin);
+        if (first < to) {
+            if (first + seconds < to)
+                return from = first + seconds;
+            seconds -= to - first;
+            to = first;
+        }
+        if (begin > free)
+            from = free, to = free = begin;
+        return free += seconds;
+    }
+
+  private:
+    std::vector<double> free_from_, gap_from_, gap_to_;
+};
+
+// Messages of equal size that begin to flow over a shared link at nearly the same time. They share its rate, so all of
+// them end when the link has passed the last one.
+class Rounds {
+  public:
+    static constexpr int64_t NONE = -1;
+    explicit Rounds(size_t links) : latest_(links, NONE) {}
+    // Adds a message whose bytes have passed the link at `end`: to the latest round, or to a new one. Returns the round.
+    int64_t add(int64_t link, double begin, double seconds, int64_t nbytes, double end) {
+        const int64_t latest = latest_[link];
+        if (latest != NONE && rounds_[latest].nbytes == nbytes &&
+            std::abs(begin - rounds_[latest].begin) <= NEARLY * rounds_[latest].seconds) {
+            rounds_[latest].end = std::max(rounds_[latest].end, end);
+            return latest;
+        }
+        rounds_.push_back({begin, seconds, end, nbytes});
+        return latest_[link] = static_cast<int64_t>(rounds_.size()) - 1;
+    }
+    double end(int64_t round) const { return rounds_[round].end; }
+
+  private:
+    static constexpr double NEARLY = 0.5; // of the time of a message
+    struct Round {
+        double begin, seconds, end;
+        int64_t nbytes;
+    };
+    std::vector<int64_t> latest_; // by link
+    std::vector<Round> rounds_;
+};
+
+// The end of the last message if every port passes one message at a time, in the order of the messages. The messages of
+// a queue start in order. A message starts when its queue, its receiver, the messages in its `after` and its ports allow
+// it; a port is busy for the time of the bytes at its own rate, and that of the sender for the latency, too. While a
+// message waits, its ports pass later ones. Links that many ports share (uplinks of pods, and what the ranks of a host
+// share inside it) pass several messages at once: a message ends no earlier than its link has passed all bytes up to it,
+// and those of its round. Copies within a rank take no time. Row r of `ports` has the ports of rank r: out of it and into it inside its host, out
+// of and into its NIC, its pod's uplink in both directions, -1 without pods, and what all ranks of its host share inside
+// it, -1 without a limit.
 double flow_serially(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints after_at, Ints after, Floats delay,
                     Ints host_of, Table ports, Floats rate, Ints ahead, double latency_across, double latency_inside) {
     constexpr int OUT = 0, IN = 1, EGRESS = 2, INGRESS = 3, UP = 4, DOWN = 5, SHARED = 6, COLUMNS = 7;
@@ -197,22 +256,33 @@ double flow_serially(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints 
     }
     sent.begin(longest), received.begin(*std::max_element(ahead.data(), ahead.data() + ahead.shape(0)));
     LargeArray<double> arrived(n);
-    std::vector<double> free_at(rate.shape(0));
+    bool shares = false; // whether there are shared links
+    for (size_t r = 0; r < ranks; ++r)
+        shares |= ports(r, UP) >= 0 || ports(r, SHARED) >= 0;
+    LargeArray<int64_t> round(shares ? n : 0); // of the shared link that lets the message end last
+    Links links(rate.shape(0));
+    Rounds rounds(rate.shape(0));
+    std::vector<double> started(2 * ranks); // by queue
     double last = 0;
     for (size_t i = 0; i < n; ++i) {
         if (i % 65536 == 0)
             interruption.poll();
         const int64_t from = sender(i), to = receiver(i);
+        arrived[i] = 0;
+        if (shares)
+            round[i] = Rounds::NONE;
         if (from == to)
             continue;
-        double begin = 0;
+        const bool is_inside = inside(i);
+        const int64_t queue = 2 * from + is_inside;
+        double &begin = started[queue];
         for (int64_t at = after_at(i); at < after_at(i + 1); ++at) {
             if (after(at) >= static_cast<int64_t>(i))
                 throw std::out_of_range("flow_serially: a message comes after a later one");
             begin = std::max(begin, arrived[after(at)]);
+            if (shares && round[after(at)] != Rounds::NONE)
+                begin = std::max(begin, rounds.end(round[after(at)]));
         }
-        const bool is_inside = inside(i);
-        const int64_t queue = 2 * from + is_inside;
         const int64_t most = ahead(std::min<int64_t>(window(i), static_cast<int64_t>(ahead.shape(0)) - 1));
         begin = std::max({begin, sent.before(queue, window(i)), received.before(to, most)});
         const int64_t *a = &ports(from, 0), *b = &ports(to, 0);
@@ -220,21 +290,19 @@ double flow_serially(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints 
         const int64_t path[4] = {is_inside ? a[OUT] : a[EGRESS], is_inside ? b[IN] : b[INGRESS],
                                  is_inside ? a[SHARED] : a[UP], b[DOWN]};
         const int length = crosses_pods ? 4 : is_inside && a[SHARED] >= 0 ? 3 : 2;
-        double slowest = std::numeric_limits<double>::infinity();
-        for (int p = 0; p < length; ++p) {
-            if (p < PORTS)
-                begin = std::max(begin, free_at[path[p]]);
-            slowest = std::min(slowest, rate(path[p]));
-        }
-        const double latency = is_inside ? latency_inside : latency_across;
-        const double free_from = begin + latency + (delay.shape(0) ? delay(i) : 0);
-        const double bytes = static_cast<double>(nbytes(i)), seconds = bytes / slowest;
-        double end = free_from + seconds;
-        for (int p = 0; p < length; ++p) {
-            double &free = free_at[path[p]];
-            free = (p < PORTS ? free_from : std::max(free, free_from - seconds)) + bytes / rate(path[p]);
-            if (p >= PORTS)
-                end = std::max(end, free);
+        const double bytes = static_cast<double>(nbytes(i));
+        double seconds = 0;
+        for (int p = 0; p < length; ++p)
+            seconds = std::max(seconds, bytes / rate(path[p]));
+        const double wait = (is_inside ? latency_inside : latency_across) + (delay.shape(0) ? delay(i) : 0);
+        const double flows = links.first_free(path[1], links.first_free(path[0], begin) + wait);
+        double end = std::max(flows + seconds, links.pass(path[0], flows - wait, wait + bytes / rate(path[0])));
+        double passed = 0;
+        for (int p = 1; p < length; ++p) {
+            const double ends = links.pass(path[p], flows, bytes / rate(path[p]));
+            end = std::max(end, ends);
+            if (p >= PORTS && ends >= passed)
+                passed = ends, round[i] = rounds.add(path[p], flows, seconds, nbytes(i), ends);
         }
         sent.add(queue, end);
         arrived[i] = received.add(to, end);

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from reshard.cost.merged_program import LinearProgram, solve
 from reshard.plan import Rates
 from reshard.topology import Port
 
@@ -77,9 +79,9 @@ class _Program:
 
     def __init__(self, pod_of: Mapping[int, int]) -> None:
         self._pod_of, self._count = pod_of, 0
-        self.leaving: dict[int, list[int]] = {}
-        self.up: dict[int, list[int]] = {}
-        self.down: dict[int, list[int]] = {}
+        self.leaving: dict[int, list[int]] = defaultdict(list)
+        self.up: dict[int, list[int]] = defaultdict(list)
+        self.down: dict[int, list[int]] = defaultdict(list)
         self._equal, self._least = _Rows(), _Rows()
 
     def add_class(self, holders: Sequence[int], destinations: Sequence[int], nbytes: float) -> None:
@@ -91,19 +93,18 @@ class _Program:
             needing.setdefault(pod_of[host], []).append(host)
         holding = {pod_of[host] for host in holders}
         for pod, hosts in needing.items():
-            every, outside = [], []
-            for host in (*holders, *destinations):
-                if hosts == [host]:
-                    continue
-                every.append(self._count)
-                self.leaving.setdefault(host, []).append(self._count)
-                if host in holders:
-                    first.append(self._count)
+            alone = hosts[0] if len(hosts) == 1 else None
+            members = [host for host in (*holders, *destinations) if host != alone]
+            every, outside = range(self._count, self._count + len(members)), []
+            for variable, host in zip(every, members, strict=True):
+                self.leaving[host].append(variable)
                 if pod_of[host] != pod:
-                    outside.append(self._count)
-                    self.up.setdefault(pod_of[host], []).append(self._count)
-                    self.down.setdefault(pod, []).append(self._count)
-                self._count += 1
+                    outside.append(variable)
+                    self.up[pod_of[host]].append(variable)
+            if outside:
+                self.down[pod].extend(outside)
+            first += every[: len(holders)]  # no destination is a holder
+            self._count += len(members)
             self._equal.add(every, nbytes * len(hosts))
             if pod not in holding:
                 self._least.add(outside, nbytes, -1.0)
@@ -115,9 +116,6 @@ class _Program:
         Returns:
             The time, and the links that are busy throughout. Without a solution, 0 and no link.
         """
-        from scipy.optimize import linprog
-        from scipy.sparse import coo_matrix
-
         time = self._count  # the last variable
         first_load = len(self._least.right)
         columns_of = {"host": self.leaving, "up": self.up, "down": self.down}
@@ -125,19 +123,20 @@ class _Program:
             self._least.add(columns_of[kind][number], 0.0, extra=(time, -rate))
         cost = np.zeros(self._count + 1)
         cost[-1] = 1.0
-
-        def matrix(constraints: _Rows) -> coo_matrix:
-            return coo_matrix(
-                (constraints.value, (constraints.row, constraints.column)),
-                shape=(len(constraints.right), self._count + 1),
-            )
-
         upper, equal = self._least, self._equal
-        solved = linprog(
-            cost, A_ub=matrix(upper), b_ub=upper.right, A_eq=matrix(equal), b_eq=equal.right, method="highs"
+        num_upper = len(upper.right)
+        solved = solve(
+            LinearProgram(
+                cost=cost,
+                row=np.concatenate([np.array(upper.row, dtype=np.int64), np.array(equal.row, np.int64) + num_upper]),
+                column=np.array(upper.column + equal.column, dtype=np.int64),
+                value=np.array(upper.value + equal.value),
+                right=np.array(upper.right + equal.right),
+                is_equal=np.arange(num_upper + len(equal.right)) >= num_upper,
+            )
         )
-        if solved.fun is None:  # the solver fails on rates a billion times apart; other bounds still hold
+        if solved is None:  # the solver fails on rates a billion times apart; other bounds still hold
             return 0.0, []
-        duals = solved.ineqlin.marginals[first_load:]
+        duals = solved[1][first_load:num_upper]
         busy = duals < -1e-9 * max(abs(duals).max(), 1e-300)
-        return float(solved.fun), [link for link, binds in zip(rate_of, busy.tolist(), strict=True) if binds]
+        return solved[0], [link for link, binds in zip(rate_of, busy.tolist(), strict=True) if binds]

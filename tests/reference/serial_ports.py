@@ -8,6 +8,45 @@ from typing import Any
 from reshard.plan import Plan, find_sender_switches, recvs_ahead, tabulate_messages
 
 
+class _Link:
+    """When a link passes bytes: one message after the other, and later ones in the last gap that a message has left."""
+
+    def __init__(self) -> None:
+        self.free_from = 0.0
+        self.gap = (0.0, 0.0)
+
+    def first_free(self, begin: float) -> float:
+        """The first time from ``begin`` on at which the link is free."""
+        return max(self.gap[0] if begin < self.gap[1] else self.free_from, begin)
+
+    def add(self, begin: float, seconds: float) -> float:
+        """Let the link pass something for so many seconds, from ``begin`` on; return when it has passed."""
+        first, to = max(self.gap[0], begin), self.gap[1]
+        if first + seconds < to:
+            self.gap = (first + seconds, to)
+            return first + seconds
+        if first < to:
+            seconds -= to - first
+            self.gap = (self.gap[0], first)
+        if begin > self.free_from:
+            self.gap = (self.free_from, begin)
+            self.free_from = begin
+        self.free_from += seconds
+        return self.free_from
+
+
+class _Round:
+    """Messages of equal size that begin to flow over a shared link at nearly the same time, and end together."""
+
+    def __init__(self, begin: float, seconds: float, nbytes: int) -> None:
+        self.begin, self.seconds, self.nbytes = begin, seconds, nbytes
+        self.end = 0.0
+
+    def takes(self, begin: float, nbytes: int) -> bool:
+        """Whether a message belongs to the round."""
+        return nbytes == self.nbytes and abs(begin - self.begin) <= 0.5 * self.seconds
+
+
 def serial_seconds_python(plan: Plan) -> float:
     """The arrival of the last message, in seconds after the start, if each port passes one message at a time.
 
@@ -15,10 +54,13 @@ def serial_seconds_python(plan: Plan) -> float:
     """
     topology, messages = plan.topology, tabulate_messages(plan)
     switches_sender = find_sender_switches(plan)
-    free_at: dict[tuple[Any, ...], float] = defaultdict(float)
+    links: dict[tuple[Any, ...], _Link] = defaultdict(_Link)
+    started: dict[tuple[int, bool], float] = defaultdict(float)
     sent: dict[tuple[int, bool], list[float]] = defaultdict(list)
     received: dict[int, list[float]] = defaultdict(list)
     arrived: list[float] = []
+    latest: dict[tuple[Any, ...], _Round] = {}
+    rounds: dict[int, _Round] = {}  # by message: of the shared link that lets it end last
     for i in range(len(messages)):
         sender, receiver, window = (int(getattr(messages, name)[i]) for name in ("sender", "receiver", "window"))
         arrived.append(0.0)
@@ -27,20 +69,29 @@ def serial_seconds_python(plan: Plan) -> float:
         path = _path(plan, sender, receiver)
         a, b = topology.host_of_rank[sender], topology.host_of_rank[receiver]
         earlier = messages.after[messages.after_at[i] : messages.after_at[i + 1]].tolist()
-        begin = max([0.0, *(arrived[other] for other in earlier), *(free_at[port] for port in list(path)[:2])])
+        begin = max([started[sender, a == b], *(arrived[other] for other in earlier)])
+        begin = max([begin, *(rounds[other].end for other in earlier if other in rounds)])
         for ends, back in ((sent[sender, a == b], window), (received[receiver], recvs_ahead(window))):
             if len(ends) >= back:
                 begin = max(begin, ends[-back])
-        held = begin + (topology.inside_latency_seconds if a == b else topology.latency_seconds)
+        started[sender, a == b] = begin
+        wait = topology.inside_latency_seconds if a == b else topology.latency_seconds
         if topology.sender_switch_seconds and switches_sender[messages.transfer[i]] and messages.chunk[i] == 0:
-            held += topology.sender_switch_seconds
-        nbytes = float(messages.nbytes[i])
-        seconds = nbytes / min(path.values())
-        end = held + seconds
-        for number, (link, rate) in enumerate(path.items()):
-            is_shared = number >= 2
-            free_at[link] = (max(free_at[link], held - seconds) if is_shared else held) + nbytes / rate
-            end = max(end, free_at[link]) if is_shared else end
+            wait += topology.sender_switch_seconds
+        out, into, *_ = path
+        flows = links[into].first_free(links[out].first_free(begin) + wait)
+        seconds = {link: float(messages.nbytes[i]) / rate for link, rate in path.items()}
+        duration, nbytes, passed = max(seconds.values()), int(messages.nbytes[i]), 0.0
+        end = max(flows + duration, links[out].add(flows - wait, wait + seconds.pop(out)))
+        for number, (link, passing) in enumerate(seconds.items(), start=1):
+            passes_at = links[link].add(flows, passing)
+            end = max(end, passes_at)
+            if number >= 2 and passes_at >= passed:
+                passed = passes_at
+                if link not in latest or not latest[link].takes(flows, nbytes):
+                    latest[link] = _Round(flows, duration, nbytes)
+                rounds[i] = latest[link]
+                rounds[i].end = max(rounds[i].end, passes_at)
         for ends in (sent[sender, a == b], received[receiver]):
             ends.append(max(end, ends[-1]) if ends else end)
         arrived[i] = received[receiver][-1]
