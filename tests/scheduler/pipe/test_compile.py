@@ -165,3 +165,24 @@ def test_scalars_that_change_with_each_batch_share_one_program_and_few_graphs():
     for losses, made, graphs in run_processes(step_with_changing_scalars, 2):
         assert len(set(losses)) == len(losses)
         assert (made, graphs) == (0, planner.MAX_GRAPHS)
+
+
+def compile_in_both_orders(rank):
+    torch.set_num_threads(1)
+    gradients = []
+    for order in ("planned", "ready"):
+        torch.manual_seed(1)
+        model = make_chain()
+        with rs.Pipe(model, ["layers.2"], stages="1x1,1x1").compile(make_batch(0), 4, order=order) as engine:
+            for number in range(2):
+                engine.step(make_batch(number))
+        gradients.append([parameter.grad for parameter in engine.parameters()])
+    pipe = rs.Pipe(make_chain(), [], stages="2x1")
+    with pytest.raises(ReshardError, match="needs each stage on one rank, but stage 0 is on ranks 0-1"):
+        pipe.compile(make_batch(0), 4, order="ready")
+    return all(map(torch.equal, *gradients)) and len(gradients[0])
+
+
+@pytest.mark.integration
+def test_both_orders_give_the_same_gradients():
+    assert all(run_processes(compile_in_both_orders, 2))
