@@ -21,12 +21,12 @@ MIN_VARIABLES = 2_000
 class LinearProgram:
     """Minimise ``cost @ x`` for x >= 0, where ``A @ x <= right``, or ``== right`` in rows with ``is_equal``.
 
-    ``A`` has the coefficient ``value[i]`` in row ``row[i]`` and column ``column[i]``; no place is listed twice.
+    ``A`` has the coefficient ``value[i]`` in row ``row_at[i]`` and column ``column_at[i]``; no place is listed twice.
     """
 
     cost: np.ndarray
-    row: np.ndarray
-    column: np.ndarray
+    row_at: np.ndarray
+    column_at: np.ndarray
     value: np.ndarray
     right: np.ndarray
     is_equal: np.ndarray
@@ -41,14 +41,14 @@ def solve(program: LinearProgram, min_variables: int = MIN_VARIABLES) -> tuple[f
     """
     if len(program.cost) < min_variables:
         return _solve_whole(program)
-    rows, columns = _refine(program)
-    merged = _merge(program, rows, columns)
+    row_color, column_color = _refine(program)
+    merged = _merge(program, row_color, column_color)
     if merged is None:
         return _solve_whole(program)
     solved = _solve_whole(merged)
     if solved is None:
         return None
-    return solved[0], (solved[1] / np.bincount(rows))[rows]
+    return solved[0], (solved[1] / np.bincount(row_color))[row_color]
 
 
 def _solve_whole(program: LinearProgram) -> tuple[float, np.ndarray] | None:
@@ -56,7 +56,9 @@ def _solve_whole(program: LinearProgram) -> tuple[float, np.ndarray] | None:
     from scipy.sparse import coo_matrix
 
     is_equal = program.is_equal
-    matrix = coo_matrix((program.value, (program.row, program.column)), (len(program.right), len(program.cost))).tocsr()
+    matrix = coo_matrix(
+        (program.value, (program.row_at, program.column_at)), (len(program.right), len(program.cost))
+    ).tocsr()
     solved = linprog(
         program.cost,
         A_ub=matrix[~is_equal],
@@ -73,19 +75,21 @@ def _solve_whole(program: LinearProgram) -> tuple[float, np.ndarray] | None:
 
 
 def _refine(program: LinearProgram) -> tuple[np.ndarray, np.ndarray]:
-    """The colours of the rows and of the variables. Colours are told apart by hashes; :func:`_merge` checks them."""
+    """The colours of the rows and of the variables. Hashes distinguish colours; :func:`_merge` checks them."""
     value = _number(program.value)
-    rows, columns = _number(program.right, program.is_equal), _number(program.cost)
+    row_color, column_color = _number(program.right, program.is_equal), _number(program.cost)
     while True:
-        sums = np.zeros(len(rows), dtype=np.uint64)
-        np.add.at(sums, program.row, _mix(columns[program.column], value))
-        new_rows = _number(rows, sums)
-        sums = np.zeros(len(columns), dtype=np.uint64)
-        np.add.at(sums, program.column, _mix(new_rows[program.row], value))
-        new_columns = _number(columns, sums)
-        if new_rows.max(initial=0) == rows.max(initial=0) and new_columns.max(initial=0) == columns.max(initial=0):
-            return new_rows, new_columns
-        rows, columns = new_rows, new_columns
+        sums = np.zeros(len(row_color), dtype=np.uint64)
+        np.add.at(sums, program.row_at, _mix(column_color[program.column_at], value))
+        new_row_color = _number(row_color, sums)
+        sums = np.zeros(len(column_color), dtype=np.uint64)
+        np.add.at(sums, program.column_at, _mix(new_row_color[program.row_at], value))
+        new_column_color = _number(column_color, sums)
+        if new_row_color.max(initial=0) == row_color.max(initial=0) and new_column_color.max(
+            initial=0
+        ) == column_color.max(initial=0):
+            return new_row_color, new_column_color
+        row_color, column_color = new_row_color, new_column_color
 
 
 def _number(*keys: np.ndarray) -> np.ndarray:
@@ -105,16 +109,16 @@ def _mix(color: np.ndarray, value: np.ndarray) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _merge(program: LinearProgram, rows: np.ndarray, columns: np.ndarray) -> LinearProgram | None:
+def _merge(program: LinearProgram, row_color: np.ndarray, column_color: np.ndarray) -> LinearProgram | None:
     """The program with one row and one variable per colour; None if the colours are not as the theorem needs them."""
-    by_row = _sums(program.row, columns[program.column], program.value, rows)
-    by_column = _sums(program.column, rows[program.row], program.value, columns)
+    by_row = _sums(program.row_at, column_color[program.column_at], program.value, row_color)
+    by_column = _sums(program.column_at, row_color[program.row_at], program.value, column_color)
     if by_row is None or by_column is None:
         return None
-    first_row, first_column = np.unique(rows, return_index=True)[1], np.unique(columns, return_index=True)[1]
-    row, column, value = by_row
-    cost = program.cost[first_column] * np.bincount(columns)
-    return LinearProgram(cost, row, column, value, program.right[first_row], program.is_equal[first_row])
+    first_row, first_column = np.unique(row_color, return_index=True)[1], np.unique(column_color, return_index=True)[1]
+    merged_row, merged_column, value = by_row
+    cost = program.cost[first_column] * np.bincount(column_color)
+    return LinearProgram(cost, merged_row, merged_column, value, program.right[first_row], program.is_equal[first_row])
 
 
 def _sums(
