@@ -102,10 +102,17 @@ def in_v(pipeline, num):
     return auto_schedule(pipeline, num, pp_rank_of_stage=[0, 1, 1, 0])
 
 
+def in_two_orders(pipeline, num):
+    """Rank 1 computes the microbatches in another order than rank 0, whose forwards come first."""
+    swapped = ("1F1 1F0 1B1 1B0 1F3 1F2 1B3 1B2 1F5 1F4 1B5 1B4", "0B1 0B0 0B3 0B2 0B5 0B4")
+    return make_schedule(pipeline, f"0F0 0F1 0F2 0F3 0F4 0F5 {swapped[1]}\n{swapped[0]}", num)
+
+
 #: Name -> ranks of the stages, edges, width of the tensors between stages, builder.
 CASES = {
     "1F1B on two rows": ([0, 1], ((0, 1),), WIDTH, one_f_one_b),
     "zero bubble with skips": ([0, 1, 2, 3], SKIPS, WIDTH, zb_h1),
+    "two orders": ([0, 1], ((0, 1),), WIDTH, in_two_orders),
     "looped": ([0, 1, 0, 1], CHAIN, WIDTH, looped),
     "V, messages of 1.3 MB": ([0, 1, 1, 0], SKIPS, 80_000, in_v),
 }
@@ -295,3 +302,15 @@ def test_passes_that_add_to_one_gradient_keep_their_order():
     assert not passes.may_move(0)
     passes.begin()
     run(Kind.I, "weight")
+
+
+def test_stages_that_share_a_parameter_keep_the_order_of_their_passes():
+    pipeline = make_pipeline([0, 1, 1, 0], CHAIN)
+    schedule, shared = in_v(pipeline, NUM), nn.Linear(1, 1)
+    for modules in ((shared, nn.Linear(1, 1)), (shared, shared)):
+        runs = {stage: SimpleNamespace(module=module) for stage, module in zip((0, 3), modules, strict=True)}
+        plan = ReadyPlan.of(compile_actions(schedule, [pipeline], [None], [0] * NUM, 0, 0, runs), schedule, pipeline)
+        stages = [{plan.computations[i].action.stage for i in queue.indices} for queue in plan.queues]
+        assert stages.count({0, 3}) == (3 if plan.shared else 1) and plan.shared == (
+            {0, 3} if modules[1] is shared else set()
+        )
