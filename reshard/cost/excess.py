@@ -64,7 +64,8 @@ def describe_excess(plan: Plan, excess: Excess, makespan: Makespan, bounds: Late
     if not named:
         return []
     text = f"above bound  {', '.join(named)}"
-    if bounds is not None and 1 / _AT_BOUND <= makespan.seconds / bounds.unmerged_seconds <= _AT_BOUND:
+    unmerged = 0.0 if bounds is None else bounds.unmerged_seconds
+    if unmerged / _AT_BOUND <= makespan.seconds <= unmerged * _AT_BOUND:
         text += "; no plan is faster whose messages carry one region each"
     help_of = {
         "latency": _help_with_latency,

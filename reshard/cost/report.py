@@ -96,7 +96,7 @@ class CostReport:
 
     def __str__(self) -> str:
         lines = [f"lower bound  {self.lower_bound_seconds:.6g} s: {self.bound.reason}"]
-        if self.latency_bounds is not None and self.lower_bound_seconds:
+        if self.latency_bounds is not None and self.latency_bounds.unmerged_seconds and self.lower_bound_seconds:
             lines.append(f"with latency {self._format_latency_bounds(self.latency_bounds)}")
         lines.append(f"predicted    {self._format_prediction()}")
         if self._is_far_above and self.excess is not None:
@@ -126,7 +126,7 @@ class CostReport:
         text = f"{seconds:.6g} s, {seconds / bound:.3f} times the bound{estimate}"
         if not self.plan.topology.latency_seconds:
             return f"{text}; latency_seconds is 0, so messages between hosts have no latency"
-        if self._is_far_above:
+        if self._is_far_above and self.excess is not None:
             return f"{text}, which counts no latency"
         if self.latency_fraction > NOTABLE_LATENCY:
             percent = f"{100 * self.latency_fraction:.0f} %"

@@ -69,6 +69,8 @@ def test_a_plan_far_above_its_bound_says_what_costs_time_and_what_would_help(tmp
     assert "--strategy all" in waiting["what helps"]
     assert waiting["faster"].startswith("without --strategy: multicast takes ")
     assert "above bound" not in lines_of(shape="32768,32768", **rdma)
+    one_host = lines_of(hosts=[{"devices": 32, "nics": "8 x 400 Gbit/s"}], **rdma)
+    assert one_host["above bound"].startswith("latency (") and "with latency" not in one_host
 
 
 def test_axes_can_be_named(capsys):
