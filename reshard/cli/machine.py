@@ -10,8 +10,8 @@ import shutil
 import socket
 from pathlib import Path
 
-#: Most connections of a few ranks fit.
-FEW_FILES = 1024
+#: Open files that a job of a few ranks needs.
+MIN_OPEN_FILES = 1024
 #: NCCL allocates about 10 MB for each connection between ranks of a host without a direct path between their GPUs.
 SHM_BYTES = 1 << 30
 
@@ -21,7 +21,8 @@ def examine_machine() -> tuple[list[str], list[str]]:
     lines, problems = [], []
     needed = _find_needed()
     versions = {name: _version(name) for name in ("reshard", *needed)}
-    lines.append(f"python {platform.python_version()}, {', '.join(f'{n} {v}' for n, v in versions.items())}")
+    listed = [f"{name} {version or '(not installed)'}" for name, version in versions.items()]
+    lines.append(f"python {platform.python_version()}, {', '.join(listed)}")
     has_gpu = bool([*Path("/dev").glob("nvidia[0-9]*")])
     for name, lowest in needed.items():
         version, remedy = versions[name], f"pip install '{name}>={lowest}'"
@@ -32,9 +33,9 @@ def examine_machine() -> tuple[list[str], list[str]]:
     if not has_gpu:
         lines.append("no NVIDIA GPU")
     elif (torch := versions.get("torch")) is not None:
-        gpu_lines, trouble = _examine_gpus(torch)
+        gpu_lines, gpu_problems = _examine_gpus(torch)
         lines += gpu_lines
-        problems += trouble
+        problems += gpu_problems
     problems += [*_examine_loopback(), *_examine_limits(has_gpu)]
     return lines, problems
 
@@ -73,7 +74,7 @@ def _examine_gpus(version: str) -> tuple[list[str], list[str]]:
     try:
         find_library()
     except Exception as error:  # for example, the file is there but does not load
-        return [], [f"NCCL does not load: {error}; pip install nvidia-nccl-cu13, or nvidia-nccl-cu12 for CUDA 12"]
+        return [], [f"NCCL cannot be used: {error}; pip install nvidia-nccl-cu13, or nvidia-nccl-cu12 for CUDA 12"]
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return [f"{torch.cuda.device_count()} GPUs ({', '.join(names)}), CUDA {torch.version.cuda}, NCCL {nccl}"], []
 
@@ -90,13 +91,16 @@ def _examine_loopback() -> list[str]:
 def _examine_limits(has_gpu: bool) -> list[str]:
     problems = []
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files != resource.RLIM_INFINITY and files < FEW_FILES:
-        problems.append(f"the limit of open files is {files}, and each pair of ranks needs some: ulimit -n 65536")
+    if files != resource.RLIM_INFINITY and files < MIN_OPEN_FILES:
+        problems.append(
+            f"the limit of open files is {files}, and a job of a few ranks needs {MIN_OPEN_FILES}: ulimit -n 65536 "
+            "(as root, if the hard limit is lower)"
+        )
     shm = Path("/dev/shm")
     total = shutil.disk_usage(shm).total if shm.is_dir() else 0
     if has_gpu and total < SHM_BYTES:
         problems.append(
-            f"/dev/shm has {total >> 20} MiB, and NCCL needs about 10 for each pair of ranks: start the container with "
-            "--shm-size=1g"
+            f"/dev/shm has {total >> 20} MiB, and NCCL needs about 10 MiB for each pair of ranks: start a container "
+            "with --shm-size=1g"
         )
     return problems

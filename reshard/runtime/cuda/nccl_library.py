@@ -111,7 +111,8 @@ class Library:
         #: ``NCCL_VERSION_CODE``: 22705 is 2.27.5.
         self.version = version.value
         if self.version < MIN_VERSION:
-            raise NcclError(f"{path} is NCCL version code {self.version}; {MIN_VERSION} or later is needed")
+            major, minor = divmod(self.version // 100, 100)
+            raise NcclError(f"{path} is NCCL {major}.{minor}; 2.18 or later is needed")
 
     def call(self, name: str, *arguments: object) -> int:
         """Call a function; returns its ``ncclResult_t``."""
