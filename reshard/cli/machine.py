@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import platform
 import re
 import resource
 import shutil
 import socket
+import sys
 from pathlib import Path
 
+#: No test has run with this version of Python: docs/compatibility.md lists those that were tried.
+FIRST_UNTRIED_PYTHON = (3, 14)
 #: Open files that a job of a few ranks needs.
 MIN_OPEN_FILES = 1024
 #: NCCL allocates about 10 MB for each connection between ranks of a host without a direct path between their GPUs.
@@ -24,15 +28,28 @@ def examine_machine() -> tuple[list[str], list[str]]:
     listed = [f"{name} {version or '(not installed)'}" for name, version in versions.items()]
     lines.append(f"python {platform.python_version()}, {', '.join(listed)}")
     has_gpu = bool([*Path("/dev").glob("nvidia[0-9]*")])
+    absent = [name for name in needed if versions[name] is None]
+    if absent:
+        verb, what = ("is", "it") if len(absent) == 1 else ("are", "them")
+        remedy = " ".join(f"'{name}>={needed[name]}'" for name in absent)
+        problems.append(
+            f"{', '.join(absent)} {verb} not installed, and reshard[torch] needs {what}: pip install {remedy}"
+        )
     for name, lowest in needed.items():
-        version, remedy = versions[name], f"pip install '{name}>={lowest}'"
-        if version is None:
-            problems.append(f"{name} is not installed, and reshard[torch] needs it: {remedy}")
-        elif _numbers(version) < _numbers(lowest):
-            problems.append(f"{name} {version} is older than {lowest}, the oldest that was tried: {remedy}")
+        version = versions[name]
+        if version is not None and _numbers(version) < _numbers(lowest):
+            problems.append(
+                f"{name} {version} is older than {lowest}, the oldest that was tried: pip install '{name}>={lowest}'"
+            )
+    torch = versions.get("torch")
+    if torch is not None and (reason := _why_not_imported("torch")) is not None:
+        problems.append(f"torch {torch} cannot be imported: {reason}; install it anew")
+        torch = None
+    if sys.version_info >= FIRST_UNTRIED_PYTHON:
+        lines.append(f"Python {'.'.join(map(str, FIRST_UNTRIED_PYTHON))} and later have not been tried")
     if not has_gpu:
         lines.append("no NVIDIA GPU")
-    elif (torch := versions.get("torch")) is not None:
+    elif torch is not None:
         gpu_lines, gpu_problems = _examine_gpus(torch)
         lines += gpu_lines
         problems += gpu_problems
@@ -56,6 +73,15 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _why_not_imported(package: str) -> str | None:
+    """Why a package that is installed cannot be imported; None if it can."""
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # for example, the dynamic linker does not find a library
+        return str(error)
+    return None
 
 
 def _examine_gpus(version: str) -> tuple[list[str], list[str]]:

@@ -18,6 +18,7 @@ from typing import Any
 from reshard import __version__
 from reshard.errors import ArgumentError, ReshardError
 from reshard.formatting import count_of, did_you_mean
+from reshard.timeouts import check_timeout
 
 #: Entry points of further commands.
 COMMAND_GROUP = "reshard.commands"
@@ -159,6 +160,7 @@ def _doctor(timeout_seconds: float) -> int:
     if not {"RANK", "WORLD_SIZE"} & set(os.environ) or importlib.util.find_spec("torch") is None:
         from reshard.cli.machine import examine_machine
 
+        check_timeout(timeout_seconds)
         return print_findings(*examine_machine())
     from reshard.cli.doctor import examine
 

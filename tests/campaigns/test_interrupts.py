@@ -28,7 +28,7 @@ def test_interrupted_calls_never_mix_data_and_release_everything(kind, every):
 
 @pytest.mark.integration
 @pytest.mark.nightly
-@pytest.mark.parametrize(("kind", "every"), [("reshard", 300), ("open", 240)])
+@pytest.mark.parametrize(("kind", "every"), [("reshard", 300), ("open", 200)])
 def test_interrupted_first_calls_of_a_group_release_everything(kind, every):
     num, wrong = interrupts.run_campaign(kind, every, first=every // 2, once=True, opening=True)
     assert num >= 6 and not wrong

@@ -173,13 +173,16 @@ def test_problems_of_a_machine_have_remedies(monkeypatch):
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(machine.socket, "create_server", refuse)
-    old, absent, loopback, files, shm = machine.examine_machine()[1]
+    absent, old, loopback, files, shm = machine.examine_machine()[1]
     assert old.startswith("numpy 1.26.3 is older than 1.26.4") and old.endswith("pip install 'numpy>=1.26.4'")
     assert absent.startswith("torch is not installed") and absent.endswith("pip install 'torch>=2.9.1'")
     assert "127.0.0.1: Network is unreachable; run `ip link set lo up`" in loopback
     assert "the limit of open files is 256" in files and "ulimit -n" in files
     assert "/dev/shm has 64 MiB" in shm and "--shm-size=1g" in shm
     versions["torch"] = "2.6.0+cu124"
+    monkeypatch.setattr(machine, "_why_not_imported", lambda _: "libnccl.so.2: cannot open shared object file")
+    assert "torch 2.6.0+cu124 cannot be imported: libnccl.so.2" in machine.examine_machine()[1][2]
+    monkeypatch.setattr(machine, "_why_not_imported", lambda _: None)
     assert "torch 2.6.0+cu124 is older than 2.9.1" in machine.examine_machine()[1][1]
     versions |= {"torch": torch.__version__, "numpy": "2.10"}
     monkeypatch.setattr(torch.version, "cuda", None)
