@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import platform
 import re
@@ -42,7 +41,7 @@ def examine_machine() -> tuple[list[str], list[str]]:
                 f"{name} {version} is older than {lowest}, the oldest that was tried: pip install '{name}>={lowest}'"
             )
     torch = versions.get("torch")
-    if torch is not None and (reason := _why_not_imported("torch")) is not None:
+    if torch is not None and (reason := _why_torch_fails()) is not None:
         problems.append(f"torch {torch} cannot be imported: {reason}; install it anew")
         torch = None
     if sys.version_info >= FIRST_UNTRIED_PYTHON:
@@ -75,10 +74,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _why_not_imported(package: str) -> str | None:
-    """Why a package that is installed cannot be imported; None if it can."""
+def _why_torch_fails() -> str | None:
+    """Why torch, which is installed, cannot be imported; None if it can."""
     try:
-        importlib.import_module(package)
+        import torch  # noqa: F401
     except Exception as error:  # for example, the dynamic linker does not find a library
         return str(error)
     return None

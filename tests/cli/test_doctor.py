@@ -180,9 +180,9 @@ def test_problems_of_a_machine_have_remedies(monkeypatch):
     assert "the limit of open files is 256" in files and "ulimit -n" in files
     assert "/dev/shm has 64 MiB" in shm and "--shm-size=1g" in shm
     versions["torch"] = "2.6.0+cu124"
-    monkeypatch.setattr(machine, "_why_not_imported", lambda _: "libnccl.so.2: cannot open shared object file")
+    monkeypatch.setattr(machine, "_why_torch_fails", lambda: "libnccl.so.2: cannot open shared object file")
     assert "torch 2.6.0+cu124 cannot be imported: libnccl.so.2" in machine.examine_machine()[1][2]
-    monkeypatch.setattr(machine, "_why_not_imported", lambda _: None)
+    monkeypatch.setattr(machine, "_why_torch_fails", lambda: None)
     assert "torch 2.6.0+cu124 is older than 2.9.1" in machine.examine_machine()[1][1]
     versions |= {"torch": torch.__version__, "numpy": "2.10"}
     monkeypatch.setattr(torch.version, "cuda", None)
