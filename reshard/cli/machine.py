@@ -11,7 +11,7 @@ import socket
 import sys
 from pathlib import Path
 
-#: No test has run with this version of Python: docs/compatibility.md lists those that were tried.
+#: No test has run with this version of Python: docs/compatibility.md lists what has run.
 FIRST_UNTRIED_PYTHON = (3, 14)
 #: Open files that a job of a few ranks needs.
 MIN_OPEN_FILES = 1024
