@@ -120,8 +120,8 @@ def run(options: argparse.Namespace) -> int:
         return _compare(plan_with)
     plan = plan_with(options.strategy)
     _check_rank(options.rank, plan)
-    shows_notes = options.strategy not in (None, AUTO) and options.format in ("text", "summary")
-    _print_plan(plan, options.format, options.rank, auto=plan_with(None) if shows_notes else None)
+    is_named = options.strategy not in (None, AUTO)
+    _print_plan(plan, options.format, options.rank, plan_auto=functools.partial(plan_with, None) if is_named else None)
     return 0
 
 
@@ -157,17 +157,21 @@ def _check_rank(rank: int | None, plan: Plan) -> None:
         raise ArgumentError(f"rank {rank} is not in the plan, whose ranks are {format_ranks(plan.ranks)}")
 
 
-def _print_plan(plan: Plan, form: str, rank: int | None, title: str | None = None, auto: Plan | None = None) -> None:
+def _print_plan(
+    plan: Plan,
+    form: str,
+    rank: int | None,
+    title: str | None = None,
+    plan_auto: Callable[[], Plan] | None = None,
+) -> None:
     """Print a plan in the form that ``--format`` names; with ``rank``, only the messages of that rank.
 
     Args:
         title: the heading of a page.
-        auto: the plan of ``auto``, if another strategy was named.
+        plan_auto: makes the plan of ``auto``, if another strategy was named.
     """
     from reshard.cli.html_report import plan_to_html
-    from reshard.cli.report import describe_faster, describe_plan
-
-    notes = [] if auto is None else describe_faster(plan, auto)
+    from reshard.cli.report import describe_plan
 
     if form == "json":
         _print_json(plan, rank)
@@ -178,11 +182,11 @@ def _print_plan(plan: Plan, form: str, rank: int | None, title: str | None = Non
     elif form == "summary":
         if rank is not None:
             raise ArgumentError("--format summary covers the whole plan; omit --rank")
-        print(describe_plan(plan, max_lines=0, notes=notes).split("\n\n")[0])
+        print(describe_plan(plan, max_lines=0, plan_auto=plan_auto).split("\n\n")[0])
     elif rank is None:
-        print(describe_plan(plan, notes=notes))
+        print(describe_plan(plan, plan_auto=plan_auto))
     else:
-        print(describe_plan(plan, max_lines=0, notes=notes).split("...")[0])
+        print(describe_plan(plan, max_lines=0, plan_auto=plan_auto).split("...")[0])
         _print_messages(plan, rank)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from reshard.codecs import ELEMENT_VALUES, BlockCodec
@@ -15,8 +15,13 @@ from reshard.planner import plan_tensors, predict
 _FASTER = 0.95
 
 
-def describe_plan(plan: Plan, max_lines: int = 40, notes: Sequence[str] = ()) -> str:
-    """A summary of a plan, its cost, notes, and at most ``max_lines`` of its transfers."""
+def describe_plan(plan: Plan, max_lines: int = 40, plan_auto: Callable[[], Plan] | None = None) -> str:
+    """A summary of a plan, its cost, and at most ``max_lines`` of its transfers.
+
+    Args:
+        plan_auto: makes the plan of ``auto`` for the same move, if another strategy was named.
+    """
+    report = CostReport(plan)
     across, inside, copied = plan.bytes_moved()
     body = format_plan(plan, max_lines).splitlines()
     if plan.is_listed and len(plan.transfers) > max_lines:
@@ -27,18 +32,22 @@ def describe_plan(plan: Plan, max_lines: int = 40, notes: Sequence[str] = ()) ->
         f"messages     {plan.num_messages} in "
         + (count_of(len(plan.transfers), "transfer") if plan.is_listed else "closed form"),
         f"bytes        {across} between hosts, {inside} inside hosts, {copied} copied within ranks",
-        str(CostReport(plan)),
+        str(report),
         *_describe_compression(plan),
-        *notes,
+        *([] if plan_auto is None else _describe_faster(report, plan_auto)),
         "",
     ]
     return "\n".join(summary + body)
 
 
-def describe_faster(plan: Plan, auto: Plan) -> list[str]:
+def _describe_faster(report: CostReport, plan_auto: Callable[[], Plan]) -> list[str]:
     """A line that says how long the plan of ``auto`` takes, if that is clearly faster than a plan; else none."""
+    limit = _FASTER * report.predicted_seconds
+    if report.lower_bound_seconds > limit:  # no plan is
+        return []
+    auto = plan_auto()
     seconds = predict_makespan(auto).seconds
-    if seconds > _FASTER * predict_makespan(plan).seconds:
+    if seconds > limit:
         return []
     return [f"faster       without --strategy: {auto.strategy} takes {seconds:.6g} s"]
 
