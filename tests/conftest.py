@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -20,6 +22,22 @@ settings.register_profile(
 #: For runs that only need to know whether a test fails, and not the smallest failing case.
 settings.register_profile("unshrunk", settings.get_profile("fixed"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("fixed")
+
+
+#: The checkout, in which pytest looks for modules first, because of ``pythonpath`` in pyproject.toml.
+ROOT = str(Path(__file__).resolve().parent.parent)
+
+
+def _import_the_installed_package():
+    """Import ``reshard`` from where it is installed, such as from a wheel, in this process and in those that it starts."""
+    sys.path[:] = [place for place in sys.path if place not in ("", ROOT)]
+    if importlib.util.find_spec("reshard") is None:
+        sys.path.insert(0, ROOT)
+    else:
+        sys.path.append(ROOT)
+
+
+_import_the_installed_package()
 
 
 def pytest_configure():

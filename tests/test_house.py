@@ -159,6 +159,17 @@ def test_modules_are_imported_by_name_only_where_the_name_is_data():
     assert ours == {"reshard.public_api", "reshard.testing.processes"}
 
 
+def test_the_top_level_holds_what_the_readme_names():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    folders = {"docs", "microbench", "native", "reshard", "scheduler", "tests"}
+    texts = {"CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md"}
+    settings = {"Makefile", "constraints-lowest.txt", "constraints.txt", "pyproject.toml"}
+    top = {name.split("/")[0] for name in files}
+    assert {name for name in top if not name.startswith(".")} == folders | texts | settings
+
+
 def test_every_package_says_what_it_is_for():
     for folder in ("reshard", "scheduler", "microbench"):
         for path in (ROOT / folder).rglob("*/"):

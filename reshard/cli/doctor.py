@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.cli.machine import MIN_OPEN_FILES, examine_installation
 from reshard.cli.progress import show_progress
 from reshard.coordination import own_address, serve_store
 from reshard.errors import ArgumentError, TransferTimeoutError
@@ -118,6 +119,7 @@ def find_facts(store: dist.Store) -> Facts:
         "interfaces": sorted(name for _, name in socket.if_nameindex()),
         "address": own_address(store),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "installation": examine_installation()[1],
         "slow_start": _setting("net/ipv4/tcp_slow_start_after_idle") == "1",
     }
 
@@ -207,25 +209,30 @@ def find_problems(facts_by_rank: Sequence[Facts], unreached: Sequence[tuple[int,
         facts_by_rank: the result of :func:`find_facts` on each rank.
         unreached: ``(rank, other rank, reason)`` for each failed connection.
     """
-    problems = []
+    ranks_by_problem: dict[str, list[int]] = {}
     hosts = _first_ranks(facts_by_rank)
+    needed_files = max(MIN_OPEN_FILES, FILES_PER_RANK * len(facts_by_rank))
     for rank, facts in enumerate(facts_by_rank):
+        found: list[str] = [*facts["installation"]]
         for name in filter(None, facts["interface"].split(",")):
             if name not in facts["interfaces"]:
-                problems.append(
-                    f"rank {rank}: GLOO_SOCKET_IFNAME names {name!r}, but {facts['host']} has "
-                    f"{', '.join(facts['interfaces'])}"
-                )
+                found.append(f"GLOO_SOCKET_IFNAME names {name!r}, but the host has {', '.join(facts['interfaces'])}")
         if len(hosts) > 1 and facts["address"].startswith("127."):
-            problems.append(
-                f"rank {rank}: the address of {facts['host']} is {facts['address']}, which other hosts cannot reach; "
-                "set GLOO_SOCKET_IFNAME to an interface that all hosts can reach"
+            found.append(
+                f"the address of the host is {facts['address']}, which other hosts cannot reach; set "
+                "GLOO_SOCKET_IFNAME to an interface that all hosts can reach"
             )
-        if facts["files"] < FILES_PER_RANK * len(facts_by_rank):
-            problems.append(
-                f"rank {rank}: the limit of open files is {facts['files']}, but {len(facts_by_rank)} ranks need about "
-                f"{FILES_PER_RANK * len(facts_by_rank)}; raise it with ulimit -n"
+        if facts["files"] < needed_files:
+            found.append(
+                f"the limit of open files is {facts['files']}, and a job of this size needs about {needed_files}; "
+                "raise it with ulimit -n"
             )
+        for problem in found:
+            ranks_by_problem.setdefault(problem, []).append(rank)
+    problems = []
+    for problem, ranks in ranks_by_problem.items():
+        names = dict.fromkeys(facts_by_rank[rank]["host"] for rank in ranks)
+        problems.append(f"{describe_ranks(ranks)} ({', '.join(names)}): {problem}")
     for source, target, why in unreached:
         there = facts_by_rank[target]
         problems.append(

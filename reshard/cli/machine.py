@@ -19,8 +19,19 @@ MIN_OPEN_FILES = 1024
 SHM_BYTES = 1 << 30
 
 
+def can_run_jobs() -> bool:
+    """Whether processes of this machine can import torch and reach each other, which the other checks of a job need."""
+    return why_torch_fails() is None and not _examine_loopback()
+
+
 def examine_machine() -> tuple[list[str], list[str]]:
     """``(lines, problems)``: a description of this machine, and its problems, each with a remedy."""
+    lines, problems = examine_installation()
+    return lines, [*problems, *_examine_loopback(), *_examine_open_files()]
+
+
+def examine_installation() -> tuple[list[str], list[str]]:
+    """``(lines, problems)`` of Python, the packages and the GPUs of this machine."""
     lines, problems = [], []
     needed = _find_needed()
     versions = {name: _version(name) for name in ("reshard", *needed)}
@@ -41,7 +52,7 @@ def examine_machine() -> tuple[list[str], list[str]]:
                 f"{name} {version} is older than {lowest}, the oldest that was tried: pip install '{name}>={lowest}'"
             )
     torch = versions.get("torch")
-    if torch is not None and (reason := _why_torch_fails()) is not None:
+    if torch is not None and (reason := why_torch_fails()) is not None:
         problems.append(f"torch {torch} cannot be imported: {reason}; install it anew")
         torch = None
     if sys.version_info >= FIRST_UNTRIED_PYTHON:
@@ -52,7 +63,8 @@ def examine_machine() -> tuple[list[str], list[str]]:
         gpu_lines, gpu_problems = _examine_gpus(torch)
         lines += gpu_lines
         problems += gpu_problems
-    problems += [*_examine_loopback(), *_examine_limits(has_gpu)]
+    if has_gpu:
+        problems += _examine_shared_memory()
     return lines, problems
 
 
@@ -74,8 +86,8 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _why_torch_fails() -> str | None:
-    """Why torch, which is installed, cannot be imported; None if it can."""
+def why_torch_fails() -> str | None:
+    """Why torch cannot be imported; None if it can."""
     try:
         import torch  # noqa: F401
     except Exception as error:  # for example, the dynamic linker does not find a library
@@ -113,19 +125,22 @@ def _examine_loopback() -> list[str]:
     return []
 
 
-def _examine_limits(has_gpu: bool) -> list[str]:
-    problems = []
+def _examine_open_files() -> list[str]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files != resource.RLIM_INFINITY and files < MIN_OPEN_FILES:
-        problems.append(
-            f"the limit of open files is {files}, and a job of a few ranks needs {MIN_OPEN_FILES}: ulimit -n 65536 "
-            "(as root, if the hard limit is lower)"
-        )
+    if files == resource.RLIM_INFINITY or files >= MIN_OPEN_FILES:
+        return []
+    return [
+        f"the limit of open files is {files}, and a job of a few ranks needs {MIN_OPEN_FILES}: ulimit -n 65536 "
+        "(as root, if the hard limit is lower)"
+    ]
+
+
+def _examine_shared_memory() -> list[str]:
     shm = Path("/dev/shm")
-    total = shutil.disk_usage(shm).total if shm.is_dir() else 0
-    if has_gpu and total < SHM_BYTES:
-        problems.append(
-            f"/dev/shm has {total >> 20} MiB, and NCCL needs about 10 MiB for each pair of ranks: start a container "
-            "with --shm-size=1g"
-        )
-    return problems
+    free = shutil.disk_usage(shm).free if shm.is_dir() else 0
+    if free >= SHM_BYTES:
+        return []
+    return [
+        f"/dev/shm has {free >> 20} MiB free, and NCCL needs about 10 MiB for each pair of ranks: start a container "
+        "with --shm-size=1g"
+    ]

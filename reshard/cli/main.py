@@ -157,10 +157,10 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _doctor(timeout_seconds: float) -> int:
     """1 if there are problems, else 0. Ranks other than 0 return 0: torchrun would end rank 0 once one fails."""
-    if not {"RANK", "WORLD_SIZE"} & set(os.environ) or importlib.util.find_spec("torch") is None:
-        from reshard.cli.machine import examine_machine
+    from reshard.cli.machine import can_run_jobs, examine_machine
 
-        check_timeout(timeout_seconds)
+    check_timeout(timeout_seconds)
+    if not {"RANK", "WORLD_SIZE"} & set(os.environ) or not can_run_jobs():
         return print_findings(*examine_machine())
     from reshard.cli.doctor import examine
 
@@ -176,6 +176,8 @@ def print_findings(lines: Sequence[str], problems: Sequence[str]) -> int:
 
 
 def _info() -> int:
+    from reshard.cli.machine import why_torch_fails
+
     facts = [("reshard", __version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
     for package in ("numpy", "scipy", "torch", "jax", "cupy", "ray"):
         try:
@@ -183,7 +185,11 @@ def _info() -> int:
         except importlib.metadata.PackageNotFoundError:
             facts.append((package, "not installed"))
     backends = ["local (NumPy or torch arrays of one process)"]
-    if importlib.util.find_spec("torch") is not None:
+    if importlib.util.find_spec("torch") is None:
+        pass
+    elif (reason := why_torch_fails()) is not None:
+        backends.append(f"none of torch, which cannot be imported: {reason}")
+    else:
         import torch
         import torch.distributed as dist
 

@@ -30,6 +30,7 @@ def _facts(**changed):
         "address": "10.0.0.1",
         "files": 2**20,
         "port": 1,
+        "installation": [],
     }
     return facts | changed
 
@@ -37,12 +38,15 @@ def _facts(**changed):
 def test_problems_name_the_rank_and_the_remedy():
     assert not find_problems([_facts(), _facts(host="b", address="10.0.0.2")], [])
     cases = [
-        (_facts(interface="ib0"), "rank 1: GLOO_SOCKET_IFNAME names 'ib0', but a has eth0, lo"),
+        (_facts(interface="ib0"), "rank 1 (a): GLOO_SOCKET_IFNAME names 'ib0', but the host has eth0, lo"),
         (
             _facts(host="b", address="127.0.1.1"),
-            "rank 1: the address of b is 127.0.1.1, which other hosts cannot reach",
+            "rank 1 (b): the address of the host is 127.0.1.1, which other hosts cannot reach",
         ),
-        (_facts(files=16), "rank 1: the limit of open files is 16, but 2 ranks need about 32; raise it with ulimit -n"),
+        (
+            _facts(files=16),
+            "rank 1 (a): the limit of open files is 16, and a job of this size needs about 1024; raise it with ulimit",
+        ),
         (
             _facts(versions={"torch": "2.13.0", "NCCL": "2.30.1"}),
             "NCCL has different versions: ranks 0 2.29.7; ranks 1 2.30.1",
@@ -53,6 +57,10 @@ def test_problems_name_the_rank_and_the_remedy():
         problems = find_problems([_facts(), facts], [])
         assert len(problems) == 1
         assert problems[0].startswith(text)
+    full = _facts(installation=["/dev/shm has 64 MiB free"])
+    assert find_problems([full, full, _facts(), full | {"host": "b", "address": "10.0.0.2"}], []) == [
+        "ranks 0-1,3 (a, b): /dev/shm has 64 MiB free"
+    ]
     (refused,) = find_problems([_facts(), _facts(host="b", address="10.0.0.2")], [(0, 1, "timed out")])
     assert refused.startswith("rank 0 (a) cannot reach b at 10.0.0.2: timed out")
 
@@ -120,15 +128,22 @@ def test_no_rank_fails_before_rank_0_has_printed(monkeypatch, capsys):
     assert capsys.readouterr().out == "a: ranks 0-1\nPROBLEM rank 1: no route\n"
 
 
-def test_a_rank_without_torch_learns_what_to_install(monkeypatch, capsys):
+def test_a_rank_that_cannot_run_learns_what_to_do(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(main.importlib.util, "find_spec", lambda _: None)
-    version = machine._version
-    monkeypatch.setattr(machine, "_version", lambda name: None if name == "torch" else version(name))
+    monkeypatch.setattr(machine, "why_torch_fails", lambda: "libnccl.so.2: cannot open shared object file")
     assert main.main(["doctor"]) == 1
-    assert (
-        "PROBLEM torch is not installed, and reshard[torch] needs it: pip install 'torch>=" in capsys.readouterr().out
-    )
+    assert "cannot be imported: libnccl.so.2: cannot open" in capsys.readouterr().out
+    assert main.main(["info"]) == 0
+    assert "none of torch, which cannot be imported: libnccl.so.2: cannot open" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setenv("RANK", "0")
+
+    def refuse(*_):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(machine.socket, "create_server", refuse)
+    assert main.main(["doctor"]) == 1
+    assert "127.0.0.1: Network is unreachable; run `ip link set lo up`" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -167,22 +182,22 @@ def test_problems_of_a_machine_have_remedies(monkeypatch):
     monkeypatch.setattr(machine, "_version", versions.get)
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (256, 1024))
     monkeypatch.setattr(machine.Path, "glob", lambda self, pattern: [self / "nvidia0"])
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(total=64 << 20))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
 
     def refuse(*_):
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(machine.socket, "create_server", refuse)
-    absent, old, loopback, files, shm = machine.examine_machine()[1]
+    absent, old, shm, loopback, files = machine.examine_machine()[1]
     assert old.startswith("numpy 1.26.3 is older than 1.26.4") and old.endswith("pip install 'numpy>=1.26.4'")
     assert absent.startswith("torch is not installed") and absent.endswith("pip install 'torch>=2.9.1'")
     assert "127.0.0.1: Network is unreachable; run `ip link set lo up`" in loopback
     assert "the limit of open files is 256" in files and "ulimit -n" in files
     assert "/dev/shm has 64 MiB" in shm and "--shm-size=1g" in shm
     versions["torch"] = "2.6.0+cu124"
-    monkeypatch.setattr(machine, "_why_torch_fails", lambda: "libnccl.so.2: cannot open shared object file")
+    monkeypatch.setattr(machine, "why_torch_fails", lambda: "libnccl.so.2: cannot open shared object file")
     assert "torch 2.6.0+cu124 cannot be imported: libnccl.so.2" in machine.examine_machine()[1][2]
-    monkeypatch.setattr(machine, "_why_torch_fails", lambda: None)
+    monkeypatch.setattr(machine, "why_torch_fails", lambda: None)
     assert "torch 2.6.0+cu124 is older than 2.9.1" in machine.examine_machine()[1][1]
     versions |= {"torch": torch.__version__, "numpy": "2.10"}
     monkeypatch.setattr(torch.version, "cuda", None)
