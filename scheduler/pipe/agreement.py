@@ -18,7 +18,7 @@ from ..runtime.data_parallel import find_parameter
 from ..runtime.observe import gather_values
 
 
-class Agreement:
+class RankExchange:
     """Lets all ranks of a process group exchange values and errors, and detects ranks that died.
 
     Args:

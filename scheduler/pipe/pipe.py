@@ -25,7 +25,7 @@ from ..runtime.ready_order import Order
 from ..runtime.tied_params import TiedParameter
 from ..schedules.auto import auto_schedule
 from ..schedules.classic import one_f_one_b
-from .agreement import Agreement
+from .agreement import RankExchange
 from .dry_run import Shard
 from .engine import CompileOptions, PipelineEngine
 from .partition.adapters import find_blocks
@@ -233,7 +233,7 @@ class Pipe:
             DisagreementError: ranks pass different arguments.
         """
         num_microbatches, schedule, compression = self._with_plan(num_microbatches, schedule, compression)
-        agreement = Agreement(group, timeout_seconds)
+        agreement = RankExchange(group, timeout_seconds)
         with agreement.share_error():
             num_microbatches = _check_compile(schedule, num_microbatches)
             check_world(self.meshes, torch.distributed.get_world_size(group))
