@@ -15,7 +15,7 @@ from reshard.cli.plan import default_topology
 from reshard.cli.plan_times import sample_progress
 from reshard.cli.plan_trees import draw_tree
 from reshard.cost import simulate
-from reshard.plan import Boxes
+from reshard.plan import HostBoxes
 from reshard.planner import make_plan, plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Host, Port, Topology
@@ -55,7 +55,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_arrows_carry_the_bytes_of_the_plan(name):
     plan = PLANS[name]()
-    boxes = Boxes.of(plan)
+    boxes = HostBoxes.of(plan)
     traffic = boxes.find_traffic()
     across, inside, _ = plan.bytes_moved()
     assert (traffic.nbytes.sum(), traffic.inside.sum()) == (across, inside)
@@ -86,7 +86,7 @@ def test_the_page_names_the_bottleneck():
     page = plan_to_html(plan)
     assert "<b class='hot'>Host 0 sends 4 GiB at 1.25 GB/s</b>, which needs 3.44 s: this plan takes" in page
     assert "No plan is faster than 859 ms, because host 0 holds 1 GiB that no other host has" in page
-    boxes = Boxes.of(PLANS["pods"]())
+    boxes = HostBoxes.of(PLANS["pods"]())
     marked = boxes.find_traffic(("pod 1 down",))
     pods = [box.pod for box in boxes.all]
     assert [pods[b] == 1 != pods[a] for a, b in zip(marked.sender, marked.receiver, strict=True)] == (
