@@ -34,7 +34,7 @@ _COMPUTATIONS, _MIN_TRIES, _MAX_TRIES = 400_000, 24, 400
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SimulatedOrder:
     """An order of computations, as simulated.
 
     Attributes:
@@ -51,16 +51,16 @@ class Candidate:
     peak_bytes: float
     num_actions: int
 
-    def is_better(self, other: Candidate) -> bool:
+    def is_better(self, other: SimulatedOrder) -> bool:
         """Whether it is faster or, if both are equally fast, uses less memory or fewer actions."""
         if abs(self.seconds - other.seconds) > _SAME * other.seconds:
             return self.seconds < other.seconds
         return (self.peak_bytes, self.num_actions) < (other.peak_bytes, other.num_actions)
 
 
-def best(candidates: Iterable[Candidate]) -> Candidate | None:
+def best(candidates: Iterable[SimulatedOrder]) -> SimulatedOrder | None:
     """The best of some candidates; of equal candidates, the first."""
-    chosen: Candidate | None = None
+    chosen: SimulatedOrder | None = None
     for candidate in candidates:
         if chosen is None or candidate.is_better(chosen):
             chosen = candidate
@@ -135,14 +135,14 @@ class _Search:
         self.known = list(self.measure_known())
         self.limits = (self.default_bytes(),) * self.num_pp_ranks if limits is None else limits
 
-    def run(self) -> Candidate | None:
+    def run(self) -> SimulatedOrder | None:
         """The best candidate of the lowest level that is fast enough."""
         levels = self.levels()
         top = max(self.limits)
         within = [level for level in levels if level <= top]
         if len(set(self.limits)) > 1 and top not in within:
             within.append(top)
-        best_of_level: dict[float, Candidate] = {}
+        best_of_level: dict[float, SimulatedOrder] = {}
         fastest, fastest_known = math.inf, math.inf
         for level in reversed(within):
             limits = tuple(min(limit, level) for limit in self.limits)
@@ -167,7 +167,7 @@ class _Search:
         lowest = min(level for level, candidate in best_of_level.items() if candidate.seconds <= allowed)
         return self.join_backwards(best_of_level[lowest])
 
-    def measure_known(self) -> Iterator[tuple[Candidate, list[float]]]:
+    def measure_known(self) -> Iterator[tuple[SimulatedOrder, list[float]]]:
         """The known schedules of the placement that do not deadlock, each with the peak bytes of each pp rank."""
         for _, rank_actions in known_orders(self.pp_ranks, self.num, can_split=self.can_split):
             order = self.model.numbers(rank_actions)
@@ -175,12 +175,12 @@ class _Search:
             if candidate is not None:
                 yield candidate, self.model.peak_bytes(order)
 
-    def measure(self, order: Order, policy: Policy | None) -> Candidate | None:
+    def measure(self, order: Order, policy: Policy | None) -> SimulatedOrder | None:
         """A candidate; None if its order deadlocks."""
         seconds = self.model.makespan_seconds(order)
         if seconds == math.inf:
             return None
-        return Candidate(order, policy, seconds, sum(self.model.peak_bytes(order)), sum(map(len, order)))
+        return SimulatedOrder(order, policy, seconds, sum(self.model.peak_bytes(order)), sum(map(len, order)))
 
     def default_bytes(self) -> float:
         """Bytes that each pp rank may keep if no limit is given; see :func:`auto_schedule`."""
@@ -210,7 +210,7 @@ class _Search:
             ascending += [low * (high / low) ** (step / steps) for step in range(1, steps)]
         return sorted(ascending)
 
-    def join_backwards(self, candidate: Candidate) -> Candidate:
+    def join_backwards(self, candidate: SimulatedOrder) -> SimulatedOrder:
         """Merge adjacent I and W passes of the first microbatches into B on each pp rank, if that shortens the step."""
         for pp_rank in range(self.num_pp_ranks):
             good, bad, tried = 0, self.num + 1, self.num  # bisection over the number of microbatches
@@ -234,16 +234,16 @@ class _LevelSearch:
     """The search within one limit of each pp rank."""
 
     def __init__(
-        self, search: _Search, limits: tuple[float, ...], known: Sequence[Candidate], bound_seconds: float
+        self, search: _Search, limits: tuple[float, ...], known: Sequence[SimulatedOrder], bound_seconds: float
     ) -> None:
         self.search, self.limits, self.known = search, limits, known
         self.enough_seconds = bound_seconds * (1 + _SAME)
         num_computations = 3 * search.num * len(search.pp_ranks)
         self.tries_left = min(_MAX_TRIES, max(_MIN_TRIES, _COMPUTATIONS // num_computations))
         self.tried: set[Policy] = set()
-        self.listed: Candidate | None = None  # the best by list scheduling
+        self.listed: SimulatedOrder | None = None  # the best by list scheduling
 
-    def run(self) -> Candidate | None:
+    def run(self) -> SimulatedOrder | None:
         """The best candidate; None if there is none."""
         for policy in self.policies():
             self.try_policy(policy)
@@ -292,7 +292,7 @@ class _LevelSearch:
         while improved and self.tries_left > 0 and self.listed is not None:
             improved = any(self.try_policy(change) for change in self.changes(self.listed))
 
-    def changes(self, candidate: Candidate) -> Iterator[Policy]:
+    def changes(self, candidate: SimulatedOrder) -> Iterator[Policy]:
         """Policies with the depth of one stage changed by one, or its backward not split."""
         policy = candidate.policy
         assert policy is not None

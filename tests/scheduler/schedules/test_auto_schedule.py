@@ -7,7 +7,7 @@ import pytest
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, check_schedule
 from reshard.scheduler.ir.communication import add_transfers
-from reshard.scheduler.schedules.auto import Candidate, best, find_depths, join, link_seconds
+from reshard.scheduler.schedules.auto import SimulatedOrder, best, find_depths, join, link_seconds
 from reshard.scheduler.schedules.registry import known_orders
 
 
@@ -45,7 +45,7 @@ def test_link_time_is_the_sum_of_its_loads():
 
 def test_candidates_are_ranked_by_time_then_memory_then_actions():
     def found(seconds, peak, actions):
-        return Candidate([], None, seconds, peak, actions)
+        return SimulatedOrder([], None, seconds, peak, actions)
 
     one = found(10.0, 100, 50)
     assert best([]) is None and best([one]) is one
