@@ -24,7 +24,7 @@ from microbench.harness.steal_time import Lap, Laps, RetryBudget, TimeBudget
 from microbench.harness.suite import make_records, plan_row
 from microbench.harness.worker import _merge
 from microbench.kernels.zfp import zfp_as_int8
-from microbench.planner.scaling import Case, growth, time_case
+from microbench.planner.scaling import ScalingCase, growth, time_case
 from microbench.transfers import hosts
 from reshard.codecs import BlockCodec
 from reshard.topology.files import read_topology, topology_from_json
@@ -242,7 +242,7 @@ def test_rows_run_under_torchrun(tmp_path):
 
 
 def test_planning_time_is_measured_in_a_new_process():
-    seconds, messages, memory = time_case(Case(16, 16, "S0 R", "R S1"), 1)
+    seconds, messages, memory = time_case(ScalingCase(16, 16, "S0 R", "R S1"), 1)
     assert 0 < seconds < 10
     assert messages > 16
     assert 20 < memory < 2048
