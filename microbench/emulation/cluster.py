@@ -48,7 +48,7 @@ class ClusterError(ReshardError, RuntimeError):
 
 
 #: Open clusters of this process.
-_open: weakref.WeakSet[Cluster] = weakref.WeakSet()
+_open: weakref.WeakSet[EmulatedCluster] = weakref.WeakSet()
 
 
 def _limit_violation(topology: Topology) -> str | None:
@@ -64,7 +64,7 @@ def _limit_violation(topology: Topology) -> str | None:
     return None
 
 
-class Cluster:
+class EmulatedCluster:
     """Emulated hosts as described by a topology; use it as a context manager.
 
     The hosts end with the thread or process that created them.
@@ -224,7 +224,7 @@ class Cluster:
                 time.sleep(0.005)
             self._pid = 0
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> EmulatedCluster:
         return self
 
     def __exit__(self, *_: object) -> None:

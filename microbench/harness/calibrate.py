@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import PAYLOAD_SHARE
 from microbench.harness.steal_time import (
     MAX_STEAL_SHARE,
@@ -368,7 +368,7 @@ def _ping_pong(rank: int, a: int, b: int, nbytes: int, count: int) -> float:
     return float(gathered[a])
 
 
-def measure_cluster(cluster: Cluster, expected: Topology) -> Topology:
+def measure_cluster(cluster: EmulatedCluster, expected: Topology) -> Topology:
     """``expected`` with the rates and latencies measured on an emulated cluster."""
     measured = cluster.run(measure_links, cluster.topology, timeout_seconds=MEASURE_SECONDS)
     return measured_topology(expected, measured[0])

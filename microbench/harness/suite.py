@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from microbench.cases.rows import Row, read_cluster
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.steal_time import TimeBudget
@@ -152,7 +152,7 @@ def run_cluster(
     crossed: dict[tuple[str, str], list[Any]] = {}
     by_key = {item.key: item for item in planned}
     begun = time.monotonic()
-    with Cluster(shaped) as cluster:
+    with EmulatedCluster(shaped) as cluster:
         set_up = time.monotonic() - begun
         advance(0.0, f"{name}: measuring links")
         before = measure_cluster(cluster, expected)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.harness.options import add_number
 from microbench.harness.table import Table
 from microbench.harness.turns import Times, medians_of, slowest, time_in_turns
@@ -138,7 +138,7 @@ def best_of_each_shape(candidates: tuple[GridPrice, ...]) -> list[GridPrice]:
 
 def run_case(case: GridCase, repeats: int) -> float:
     """Measure and print one case. Returns what the choice loses."""
-    with Cluster(case.topology) as cluster:
+    with EmulatedCluster(case.topology) as cluster:
         links = measure_grid_links(cluster, case.topology)
         flops = cluster.run(measure_flops, case, timeout_seconds=120)[0]
         ranks = range(case.hosts * case.per_host)

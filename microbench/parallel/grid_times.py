@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.harness.options import OptionError, add_number
 from microbench.parallel.layers import GridShape, LinearStack, layer_products, transformer_linears
 from microbench.parallel.links import measure_grid_links
@@ -192,7 +192,7 @@ def run(options: argparse.Namespace) -> None:
     num_ranks = max(sizes)
     per_host = num_ranks // options.hosts
     topology = Topology.uniform([rank // per_host for rank in range(num_ranks)], options.rate * 125e3)
-    with Cluster(topology) as cluster:
+    with EmulatedCluster(topology) as cluster:
         links = measure_grid_links(cluster, topology)
         inside = (links.inside_bytes_per_second or 0.0) / 1e6
         print_line(

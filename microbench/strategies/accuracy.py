@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from microbench.emulation.cluster import Cluster as EmulatedCluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.harness.options import select
 from microbench.harness.steal_time import merge_laps

@@ -18,7 +18,7 @@ import itertools
 import statistics
 from collections.abc import Iterator
 
-from microbench.emulation.cluster import Cluster as EmulatedCluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.strategies.accuracy import (
     MICROBATCHES,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.machine import describe_machine, stderr
@@ -163,7 +163,7 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
     nominal_pipeline = make_pipeline(setting, calibration.nominal_costs, plain, None, plain)
     real = None if setting.is_timed else setting.workload
     training = Training(nominal_pipeline, tuple(methods), plain, real, repeats)
-    with Cluster(shaped) as cluster:
+    with EmulatedCluster(shaped) as cluster:
         before = measure_cluster(cluster, plain)
         results = cluster.run(
             train_in_turns,
@@ -261,7 +261,7 @@ def _calibrate(setting: Setting, log: Callable[[str], None]) -> _Calibration:
     topology = make_topology(setting, setting.rate)
     pipeline = make_pipeline(setting, nominal_costs, topology, None, topology)
     training = Training(pipeline, (), topology, None if setting.is_timed else setting.workload, 1)
-    with Cluster(topology) as cluster:
+    with EmulatedCluster(topology) as cluster:
         measured = cluster.run(measure_stages, training, NUM_MICROBATCHES // 2, timeout_seconds=600.0)
     costs: list[tuple[float, ...]] = []
     for mesh in meshes:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.namespaces import why_unsupported
 from reshard import Layout, Mesh, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions
@@ -154,7 +154,7 @@ def find_sharing_ranks(rank, report):
 @pytest.mark.cluster
 @pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
 def test_ranks_share_memory_inside_emulated_hosts_only():
-    with Cluster(Topology.uniform([0, 0, 1, 1], 50e6)) as cluster:
+    with EmulatedCluster(Topology.uniform([0, 0, 1, 1], 50e6)) as cluster:
         assert cluster.run(find_sharing_ranks) == [[1], [0], [3], [2]]
 
 
