@@ -42,7 +42,7 @@ class LocalBox:
 
 
 @dataclass(frozen=True)
-class Copy:
+class LocalCopy:
     """A box that a rank copies from its own source array to its own destination array."""
 
     id: int
@@ -135,7 +135,7 @@ class RankProgram:
     """
 
     rank: int
-    copies: tuple[Copy, ...]
+    copies: tuple[LocalCopy, ...]
     recvs: tuple[Recv, ...]
     sends_across: tuple[Send, ...]
     sends_inside: tuple[Send, ...]
@@ -172,7 +172,7 @@ class _Builder:
         self._plan, self._rank = plan, rank
         self.messages = list(expand_messages(plan, rank))
         self._src, self._dst = (_Locator(plan, rank, self.messages, side) for side in ("src", "dst"))
-        self._copies: list[Copy] = []
+        self._copies: list[LocalCopy] = []
         self._recvs: list[Recv] = []
         self._queues: tuple[list[Send], list[Send]] = ([], [])
         self._received: dict[int, tuple[int, Message]] = {}  # message id -> index of the receive, and the message
@@ -191,7 +191,7 @@ class _Builder:
                     f"{name_box(message.id, message.id + i, len(message.boxes))}: rank {self._rank} cannot copy "
                     f"{format_box([*zip(start, stop, strict=True)])}: its source or destination lacks it"
                 )
-            self._copies.append(Copy(message.id + i, box))
+            self._copies.append(LocalCopy(message.id + i, box))
 
     def add_recv(self, message: Message) -> None:
         """Add the receive of a message."""
@@ -319,7 +319,7 @@ def _find_events(
     return waits, tuple(sorted(awaited.items())), dict(sorted(notify.items()))
 
 
-def _check_complete(plan: Plan, rank: int, copies: Sequence[Copy], recvs: Sequence[Recv]) -> None:
+def _check_complete(plan: Plan, rank: int, copies: Sequence[LocalCopy], recvs: Sequence[Recv]) -> None:
     """Raise PlanError unless the rank receives as many elements as it needs, and forwards every relayed message.
 
     Cheap: it counts the elements of the rank's own messages. :func:`~reshard.plan.check.check_plan` checks every
