@@ -20,7 +20,7 @@ from reshard.weights.mapping.families import find_lacking, find_misfit, find_rul
 from reshard.weights.mapping.parts import Part, Region, intersect, pick, positions
 from reshard.weights.mapping.rules import Rule, Shapes, find_idle_rules
 from reshard.weights.model.holdings import join_dim
-from reshard.weights.model.manifest import Entry, Manifest
+from reshard.weights.model.manifest import Manifest, ManifestEntry
 
 #: Number of names that an error lists.
 MAX_NAMES = 10
@@ -45,7 +45,7 @@ class Side:
     region: Region
     dims: tuple[int, ...]
 
-    def held(self, entry: Entry) -> Held:
+    def held(self, entry: ManifestEntry) -> Held:
         """The parts of the piece that each rank holds, in the order in which :meth:`view` joins them."""
         return _held(entry.held, self.region, self.dims)
 
@@ -207,7 +207,7 @@ def _advise(target: Manifest, shapes: Shapes, wanted: Shapes, missing: Sequence[
     return advice
 
 
-def _cut_to_views(piece: Piece, source: Entry, target: Entry) -> list[Piece]:
+def _cut_to_views(piece: Piece, source: ManifestEntry, target: ManifestEntry) -> list[Piece]:
     """The piece, cut so that each rank's slices of it are evenly spaced in its memory.
 
     Only pieces that take each n-th slice of tensors of which a rank joins several regions are cut.
