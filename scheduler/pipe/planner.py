@@ -24,7 +24,7 @@ from ..passes.edge_codecs import CodecChoice, choose_codecs, compress_edges
 from ..runtime.engine import Engine
 from ..runtime.executor import Program
 from ..simulation.validate import check_schedule
-from .partition.batches import BatchOutline, Entry
+from .partition.batches import BatchEntry, BatchOutline
 from .partition.stage_graph import FakeModel, StageGraph
 from .profile import ScheduleBuilder, StageProfile
 
@@ -44,7 +44,7 @@ class Planner:
 
     def __init__(self, fake_model: FakeModel, meshes: Sequence[Mesh]) -> None:
         self._fake_model, self.meshes = fake_model, tuple(meshes)
-        self._graphs: collections.OrderedDict[tuple[Entry, ...], StageGraph] = collections.OrderedDict()
+        self._graphs: collections.OrderedDict[tuple[BatchEntry, ...], StageGraph] = collections.OrderedDict()
 
     @property
     def first_rank(self) -> int:
