@@ -15,7 +15,7 @@ from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.steal_time import TimeBudget
-from microbench.harness.worker import RETRY_SECONDS, Job, Turn, run_jobs
+from microbench.harness.worker import RETRY_SECONDS, BenchmarkJob, Turn, run_jobs
 from microbench.peers.base import are_replicated
 from microbench.peers.registry import PEERS
 from reshard.cost import find_bound, simulate
@@ -174,7 +174,7 @@ def run_cluster(
             last = now
 
         for item in planned:  # new processes per row: even unused Gloo groups wake up a hundred times a second
-            job = Job(item.key, item.row.tensors, item.turns, budget.spare_seconds(item.expected_seconds))
+            job = BenchmarkJob(item.key, item.row.tensors, item.turns, budget.spare_seconds(item.expected_seconds))
             limit = 120.0 + 2 * RETRY_SECONDS + 8 * item.expected_seconds
             cluster.run(run_jobs, [job], timeout_seconds=limit, on_report=on_report)
         advance(0.0, f"{name}: measuring links")

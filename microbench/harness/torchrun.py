@@ -15,7 +15,7 @@ import torch.distributed as dist
 from microbench.cases.rows import Row
 from microbench.harness.calibrate import measure_links, measured_topology
 from microbench.harness.suite import Planned, Record, compare_links, make_records, plan_row
-from microbench.harness.worker import Job, run_jobs
+from microbench.harness.worker import BenchmarkJob, run_jobs
 from reshard.cli.progress import show_progress
 from reshard.errors import TopologyError
 from reshard.topology import Host, Port, Topology, parse_rate, read_topology, topology_to_json
@@ -110,7 +110,7 @@ def run_on_machines(
                 advance()
                 results.append((by_key[report[1]], report[2]))
 
-        run_jobs(rank, on_report, [Job(item.key, item.row.tensors, item.turns) for item in planned])
+        run_jobs(rank, on_report, [BenchmarkJob(item.key, item.row.tensors, item.turns) for item in planned])
     after = _measure(rank, topology)
     if rank == 0:
         links, record = compare_links("this job", before, after, topology, is_given=topology_file is not None)

@@ -51,7 +51,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchmarkJob:
     """One row to run: its tensors, its contenders, and its time budget for repeated turns and pauses."""
 
     key: str
@@ -97,7 +97,7 @@ class Stopwatch:
         return Lap(seconds, busy, float(stolen))
 
 
-def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[Job]) -> None:
+def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[BenchmarkJob]) -> None:
     """Run the rows in order.
 
     Rank 0 reports ``("start", key, contender)`` before and ``("turn", key, contender)`` after each turn, and
@@ -115,7 +115,9 @@ def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[Job]) -> N
             report(("row", job.key, _merge(gathered)))
 
 
-def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stopwatch) -> dict[str, dict[str, Any]]:
+def _run_job(
+    rank: int, report: Callable[[Any], None], job: BenchmarkJob, stopwatch: Stopwatch
+) -> dict[str, dict[str, Any]]:
     sources = [shard_of_positions(spec.src, rank, spec.shape, spec.dtype) for spec in job.tensors]
     expected = [shard_of_positions(spec.dst, rank, spec.shape, spec.dtype) for spec in job.tensors]
     outs = [None if shard is None else torch.zeros_like(shard) for shard in expected]
@@ -160,7 +162,7 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
     return results
 
 
-def _make(turn: Turn, job: Job, rank: int, sources: Sequence[Any], outs: Sequence[Any]) -> Callable[[], None]:
+def _make(turn: Turn, job: BenchmarkJob, rank: int, sources: Sequence[Any], outs: Sequence[Any]) -> Callable[[], None]:
     if turn.plan is not None:
         return make_ours(turn.plan, rank, sources, outs)
     return PEERS[turn.name](job.tensors, rank, sources, outs)

@@ -24,7 +24,7 @@ from microbench.emulation import namespaces
 from microbench.emulation.cluster import ClusterError, EmulatedCluster
 from microbench.harness.report import TRACED
 from microbench.harness.suite import plan_row
-from microbench.harness.worker import Job, run_jobs
+from microbench.harness.worker import BenchmarkJob, run_jobs
 from microbench.training import compare_schedules
 from reshard.planner.planning import plan_tensors
 from reshard.sharding.tensor_spec import TensorSpec
@@ -99,7 +99,7 @@ def test_hosts_are_isolated_and_leave_nothing():
 
 def _move(rank, report, specs, plan):
     results = []
-    run_jobs(rank, results.append, [Job("0", specs, plan)])
+    run_jobs(rank, results.append, [BenchmarkJob("0", specs, plan)])
     return results
 
 
@@ -122,9 +122,9 @@ def test_every_element_arrives_and_each_nic_carries_the_bytes_of_the_plan(name):
 
         with_plan = [turn for turn in planned.turns if turn.name in planned.plans]
         others = [turn for turn in planned.turns if turn.name not in planned.plans]
-        cluster.run(run_jobs, [Job("0", row.tensors, with_plan)], on_report=on_report, timeout_seconds=60.0)
+        cluster.run(run_jobs, [BenchmarkJob("0", row.tensors, with_plan)], on_report=on_report, timeout_seconds=60.0)
         after = cluster.crossed_bytes()
-        cluster.run(run_jobs, [Job("0", row.tensors, others)], on_report=on_report, timeout_seconds=60.0)
+        cluster.run(run_jobs, [BenchmarkJob("0", row.tensors, others)], on_report=on_report, timeout_seconds=60.0)
     for contender, result in (rows[0] | rows[1]).items():
         assert result["wrong"] == 0, contender
         assert len(result["seconds"]) == 1
