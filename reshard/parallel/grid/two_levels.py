@@ -21,7 +21,7 @@ class Summing(Protocol):
         """See :meth:`Axis.reduce_scatter`."""
 
 
-class Level(Summing, Protocol):
+class AxisLevel(Summing, Protocol):
     """The ranks of one level, with the collectives of an :class:`Axis`."""
 
     index: int
@@ -40,7 +40,7 @@ class Level(Summing, Protocol):
         """See :meth:`Axis.reduce_scatter_parts`."""
 
 
-LevelT = TypeVar("LevelT", bound=Level)
+LevelT = TypeVar("LevelT", bound=AxisLevel)
 
 
 class TwoLevelAxis(Generic[LevelT]):
