@@ -85,7 +85,7 @@ def _load_yaml(text: str) -> Any:
     except ImportError:
         raise TopologyError("YAML needs PyYAML: pip install 'reshard[yaml]', or write it as JSON") from None
 
-    class Loader(yaml.SafeLoader):
+    class TopologyLoader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):  # nested aliases can grow to any size
                 raise yaml.YAMLError("aliases such as *name are not supported; repeat the value")
@@ -102,11 +102,11 @@ def _load_yaml(text: str) -> Any:
                 raise yaml.YAMLError(f"{value} is not a plain whole number")
             return int(value)
 
-    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_number)
+    TopologyLoader.add_constructor("tag:yaml.org,2002:int", TopologyLoader.construct_number)
     # By default PyYAML reads 1e-5 and 2e9 as strings.
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+    TopologyLoader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
     try:
-        return yaml.load(text, Loader=Loader)
+        return yaml.load(text, Loader=TopologyLoader)
     except (RecursionError, TopologyError):
         raise
     except Exception as error:  # PyYAML raises errors of many types for values that do not fit tags like !!timestamp
