@@ -12,7 +12,7 @@ from reshard import Mesh
 from reshard.scheduler import Edge, Pipe
 from reshard.scheduler.pipe.partition.batches import BatchOutline, outline_batch, split_samples, take_samples
 from reshard.scheduler.pipe.partition.stage_graph import FakeModel, StageGraph
-from reshard.scheduler.training.data import Loader, PictureLoader, TokenLoader, read_tokens
+from reshard.scheduler.training.data import BatchLoader, PictureLoader, TokenLoader, read_tokens
 from reshard.scheduler.training.models.making import find_cuts, make_model
 from reshard.scheduler.training.models.presets import GPTConfig, UTransformerConfig
 
@@ -77,7 +77,7 @@ class Workload:
                 ]
         return fed
 
-    def _loader(self) -> Loader:
+    def _loader(self) -> BatchLoader:
         if isinstance(self.config, GPTConfig):
             return TokenLoader(read_tokens(None), self.batch, self.config.sequence, self.config.vocabulary)
         return PictureLoader(self.batch, self.config.side)

@@ -24,7 +24,7 @@ from ..pipe.placement import parse_placements
 from ..schedules.named_builders import NAMED_BUILDERS
 from ..simulation.lower_bound import LowerBound
 from ..simulation.replay import PipelineTimeline
-from .data import Loader, PictureLoader, TokenLoader, hold_out, read_tokens
+from .data import BatchLoader, PictureLoader, TokenLoader, hold_out, read_tokens
 from .dump import TensorDump, dumped_steps
 from .models.making import find_cuts, layer_paths, make_model
 from .models.presets import GPTConfig, Preset
@@ -249,7 +249,7 @@ def check_training_plan(training_plan: TrainingPlan, job: TrainingJob) -> None:
         )
 
 
-def make_loaders(job: TrainingJob) -> tuple[Loader, Loader]:
+def make_loaders(job: TrainingJob) -> tuple[BatchLoader, BatchLoader]:
     """The batches for training and those for evaluation."""
     config, num_samples = job.preset.config, job.preset.num_samples
     if not isinstance(config, GPTConfig):
@@ -287,7 +287,7 @@ def rate_factors(steps: int, warmup: int) -> Callable[[int], float]:
     return factor
 
 
-def _evaluate(engine: PipelineEngine, job: TrainingJob, held_out: Loader, device: torch.device) -> float:
+def _evaluate(engine: PipelineEngine, job: TrainingJob, held_out: BatchLoader, device: torch.device) -> float:
     """Mean loss on the same held-out batches each time."""
     batches = (_move(held_out.batch(number), device) for number in range(job.eval_batches))
     return math.fsum(engine.evaluate(batch).loss for batch in batches) / job.eval_batches
