@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from microbench.emulation.cluster import EmulatedCluster
-from microbench.harness.options import OptionError, add_number
+from microbench.harness.options import BenchmarkOptionError, add_number
 from microbench.parallel.layers import GridShape, LinearStack, layer_products, transformer_linears
 from microbench.parallel.links import measure_grid_links
 from reshard.cli.progress import print_line, track
@@ -188,7 +188,9 @@ def run(options: argparse.Namespace) -> None:
     settings = [Setting.parse(text) for text in options.grids.split()]
     sizes = {setting.shape.size for setting in settings}
     if len(sizes) > 1 or max(sizes) % options.hosts:
-        raise OptionError(f"the grids have {sorted(sizes)} ranks; all must have the same, a multiple of the hosts")
+        raise BenchmarkOptionError(
+            f"the grids have {sorted(sizes)} ranks; all must have the same, a multiple of the hosts"
+        )
     num_ranks = max(sizes)
     per_host = num_ranks // options.hosts
     topology = Topology.uniform([rank // per_host for rank in range(num_ranks)], options.rate * 125e3)

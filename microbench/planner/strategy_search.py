@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from microbench.harness.options import OptionError, add_number
+from microbench.harness.options import BenchmarkOptionError, add_number
 from microbench.harness.records import write_records
 from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import MIXED_PRECISION, Cluster, Layer, LayerGraph, LayerProfile
@@ -208,4 +208,4 @@ def run(options: argparse.Namespace) -> None:
         elif part == "speed":
             speed()
         else:
-            raise OptionError(f"no part {part!r}; choose among {', '.join(PARTS)}")
+            raise BenchmarkOptionError(f"no part {part!r}; choose among {', '.join(PARTS)}")
