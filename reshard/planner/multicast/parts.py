@@ -27,7 +27,7 @@ MAX_TOGETHER = 10_000
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ProblemPart:
     """A part of a problem.
 
     Attributes:
@@ -41,7 +41,7 @@ class Part:
     ranks: np.ndarray
 
 
-def split_by_ports(problem: PlanProblem, max_together: int = MAX_TOGETHER) -> list[Part]:
+def split_by_ports(problem: PlanProblem, max_together: int = MAX_TOGETHER) -> list[ProblemPart]:
     """The parts of a large problem between pods; empty if it has one part, or if parts would make the plan slower.
 
     A port belongs to one part. Parts in one pod have equal loads of its uplink, so each gets an equal share. Several
@@ -178,7 +178,7 @@ def _uplink_rates(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
 
 def _cut(
     problem: PlanProblem, classes: Classes, part_of: np.ndarray, uplinks: Iterable[tuple[Port, ...]]
-) -> Iterator[Part]:
+) -> Iterator[ProblemPart]:
     """The parts, each with the given uplinks of its pods."""
     task_part = np.repeat(part_of, np.diff(classes.task_at))
     for number, pods in enumerate(uplinks):
@@ -201,7 +201,7 @@ def _cut(
             holders=renumber(holders),
             destinations=renumber(destinations),
         )
-        yield Part(part, HostClasses.of(Classes.of(part), part.topology), ranks)
+        yield ProblemPart(part, HostClasses.of(Classes.of(part), part.topology), ranks)
 
 
 def _topology_of(topology: Topology, ranks: np.ndarray, uplinks: tuple[Port, ...]) -> Topology:

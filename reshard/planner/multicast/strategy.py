@@ -12,7 +12,7 @@ from reshard.plan import Transfers
 from reshard.planner.multicast.classes import MIN_SLICES, Boxes, Classes, Pieces, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
 from reshard.planner.multicast.native_schedule import Schedule, interleave, make_schedule
-from reshard.planner.multicast.parts import MAX_TOGETHER, Part, split_by_ports
+from reshard.planner.multicast.parts import MAX_TOGETHER, ProblemPart, split_by_ports
 from reshard.planner.multicast.relay_limits import limit_relay_staging
 from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.workload import UNITS, Ports, Workload
@@ -100,7 +100,9 @@ def _schedule(problem: PlanProblem, ports: Ports, workload: Workload) -> Schedul
     return limit_relay_staging(schedule, workload, len(problem.topology.host_of_rank), problem.staging_bytes)
 
 
-def _schedule_parts(problem: PlanProblem, parts: Sequence[Part], near_first: bool, keeps_partners: bool) -> Transfers:
+def _schedule_parts(
+    problem: PlanProblem, parts: Sequence[ProblemPart], near_first: bool, keeps_partners: bool
+) -> Transfers:
     """The transfers of all parts; parts with equal workloads have one schedule."""
     known: dict[object, Schedule] = {}
     schedules, boxes = [], []
