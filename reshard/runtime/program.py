@@ -50,7 +50,7 @@ class LocalCopy:
 
 
 @dataclass(frozen=True)
-class Part:
+class BoxRange:
     """Consecutive boxes of a message that travel in one buffer: a large box, or small boxes together.
 
     Attributes:
@@ -80,7 +80,7 @@ class Recv:
     id: int
     sender: int
     boxes: tuple[LocalBox, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[BoxRange, ...]
     num_forwards: int
     ahead: int
     waits: tuple[Event, ...] = ()
@@ -110,7 +110,7 @@ class Send:
     id: int
     receiver: int
     boxes: tuple[LocalBox, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[BoxRange, ...]
     forwards: int | None
     window: int
     waits: tuple[Event, ...] = ()
@@ -263,14 +263,14 @@ class _Builder:
         )
 
 
-def _find_parts(plan: Plan, message: Message) -> tuple[Part, ...]:
+def _find_parts(plan: Plan, message: Message) -> tuple[BoxRange, ...]:
     """The buffers in which the boxes of a message travel."""
     sizes = [box_nbytes(plan, box) for box in message.boxes]
     ends = list(itertools.accumulate(sizes, initial=0))
     is_large = [size >= LARGE_BOX_BYTES for size in sizes]
     first = [0] + [i for i in range(1, len(sizes)) if is_large[i] or is_large[i - 1]]
     last = [*first[1:], len(sizes)]
-    return tuple(Part(slice(a, b), slice(ends[a], ends[b])) for a, b in zip(first, last, strict=True))
+    return tuple(BoxRange(slice(a, b), slice(ends[a], ends[b])) for a, b in zip(first, last, strict=True))
 
 
 def _inner_sizes(spec: TensorSpec) -> tuple[int, ...]:

@@ -35,7 +35,7 @@ from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cpu.queues import Notification, Queue
 from reshard.runtime.cpu.staging import CastSource, Staging, copy_into, view_of
 from reshard.runtime.cpu.verification import TransferDigests, is_copy_of
-from reshard.runtime.program import Event, LocalBox, Part, RankProgram, Recv, Send
+from reshard.runtime.program import BoxRange, Event, LocalBox, RankProgram, Recv, Send
 from reshard.runtime.transport import Transport, Work, join, wait_for
 from reshard.threads import start_thread
 
@@ -263,7 +263,7 @@ class _Execution:
             while queue.next < len(queue.ops) and self.post_send(queue):
                 pass
 
-    def find_bytes(self, op: Recv | Send, part: Part, side: str) -> torch.Tensor | None:
+    def find_bytes(self, op: Recv | Send, part: BoxRange, side: str) -> torch.Tensor | None:
         """The bytes of a part inside an array of this rank; None if they are not contiguous there."""
         box = op.boxes[part.boxes.start]
         at = getattr(box, side)
@@ -405,7 +405,9 @@ class _Execution:
         wait_for(work, self.deadline, self.check, self.program.rank, peer, what)
 
 
-def _fill(views: Sequence[torch.Tensor | None], parts: Sequence[Part], slot: torch.Tensor | None) -> list[torch.Tensor]:
+def _fill(
+    views: Sequence[torch.Tensor | None], parts: Sequence[BoxRange], slot: torch.Tensor | None
+) -> list[torch.Tensor]:
     """The buffers of a message: bytes of arrays where they are contiguous, else the part of its staging slot."""
     return [slot[part.bytes] if view is None else view for view, part in zip(views, parts, strict=True)]  # type: ignore[index]
 
