@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.errors import ArgumentError
-from reshard.weights.mapping.parts import ComposedTensor, Part
+from reshard.weights.mapping.parts import ComposedTensor, PlacedRegion
 
 #: A view that takes more separate regions of a tensor than this is refused.
 MAX_PARTS = 1 << 16
@@ -87,7 +87,7 @@ def _find_runs(dim: int, count: int, stride: int, base_shape: Sequence[int], bas
     return runs
 
 
-def _parts_of(name: str, runs: Sequence[_Run], first: Sequence[int], ndim: int) -> tuple[Part, ...]:
+def _parts_of(name: str, runs: Sequence[_Run], first: Sequence[int], ndim: int) -> tuple[PlacedRegion, ...]:
     """One part for each combination of the runs that share a dim with a longer one."""
     kept: list[_Run] = []
     for run in sorted(runs, key=lambda run: -run.count):
@@ -108,5 +108,5 @@ def _parts_of(name: str, runs: Sequence[_Run], first: Sequence[int], ndim: int) 
             region[run.base_dim] = range(begun, begun + (run.count - 1) * run.step + 1, run.step)
             place[run.dim] = range(placed, placed + (run.count - 1) * run.place_step + 1, run.place_step)
             dims[run.base_dim] = run.dim
-        parts.append(Part(name, tuple(region), tuple(place), tuple(dims)))
+        parts.append(PlacedRegion(name, tuple(region), tuple(place), tuple(dims)))
     return tuple(parts)

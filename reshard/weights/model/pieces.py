@@ -17,7 +17,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of, did_you_mean
 from reshard.sharding import Box, RegionLayout, Shards, TensorSpec, cut_shards
 from reshard.weights.mapping.families import find_lacking, find_misfit, find_rules
-from reshard.weights.mapping.parts import Part, Region, intersect, pick, positions
+from reshard.weights.mapping.parts import PlacedRegion, Region, intersect, pick, positions
 from reshard.weights.mapping.rules import Rule, Shapes, find_idle_rules
 from reshard.weights.model.holdings import join_dim
 from reshard.weights.model.manifest import Manifest, ManifestEntry
@@ -279,13 +279,13 @@ def compose(held: Sequence[Piece], wanted: Sequence[Piece]) -> list[Piece]:
     return joined
 
 
-def _resolve_ties(parts: Sequence[Part], source: Manifest) -> tuple[Part, ...]:
+def _resolve_ties(parts: Sequence[PlacedRegion], source: Manifest) -> tuple[PlacedRegion, ...]:
     if not source.tied:
         return tuple(parts)
     return tuple(replace(part, source=source.tied.get(part.source, part.source)) for part in parts)
 
 
-def _make_piece(part: Part, target: str, source: Manifest) -> Piece:
+def _make_piece(part: PlacedRegion, target: str, source: Manifest) -> Piece:
     along = [dim for dim, other in enumerate(part.dims) if other >= 0]
     shape = tuple(len(part.region[dim]) for dim in along)
     return Piece(
