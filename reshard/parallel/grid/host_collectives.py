@@ -34,7 +34,7 @@ from reshard.runtime.memory_file import create_memory_file, open_memory_file
 from reshard.runtime.torch_compat import timeout_of
 
 from .failures import Failures
-from .pending import Parts, Pending, ordered_sum
+from .pending import Parts, PendingResult, ordered_sum
 
 #: Most messages that a rank writes before all others have read the first of them.
 RING = 1024
@@ -76,7 +76,7 @@ class LocalRanks(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> PendingResult:
         """See :meth:`Axis.all_gather`."""
 
 
