@@ -27,7 +27,7 @@ from reshard.topology import Topology, topology_from_json, topology_to_json
 from reshard.weights.membership.team import run_collectively
 from reshard.weights.model.holdings import synchronize
 from reshard.weights.model.manifest import Manifest
-from reshard.weights.model.pieces import Piece, Side, Specs, gather_pieces
+from reshard.weights.model.pieces import RegionPair, Side, Specs, gather_pieces
 from reshard.weights.model.verify import view_of
 
 #: Equal parts of ``memory_bytes``: buffers, staging of encoded transfers, and staging of raw transfers.
@@ -176,7 +176,7 @@ class Route:
         store: dist.Store,
         source: Manifest,
         targets: Sequence[Manifest],
-        pieces: Sequence[Sequence[Piece]],
+        pieces: Sequence[Sequence[RegionPair]],
         place: int,
         rank: int,
         options: RouteOptions,
@@ -289,7 +289,7 @@ class Route:
             self.group.close()
 
 
-def _side_of(pieces: Mapping[int, Piece], first: int, is_source: bool) -> Side | None:
+def _side_of(pieces: Mapping[int, RegionPair], first: int, is_source: bool) -> Side | None:
     """The side of a piece in the model that begins at a rank; None if it needs nothing of it."""
     if is_source:
         return next(iter(pieces.values())).source
