@@ -11,7 +11,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of, format_bytes, format_seconds
 
 from ..graph import Pipeline, check_limits
-from ..ir.drawing import MAX_PP_RANKS, STYLE, Piece, draw_kinds, draw_rows
+from ..ir.drawing import MAX_PP_RANKS, STYLE, DrawnSpan, draw_kinds, draw_rows
 from ..ir.schedule import Schedule
 from .replay import PipelineTimeline
 
@@ -72,15 +72,15 @@ def to_html(
     return draw_page(f"schedule {schedule.name}", body, style)
 
 
-def _pieces_of(timeline: PipelineTimeline) -> list[Piece]:
+def _pieces_of(timeline: PipelineTimeline) -> list[DrawnSpan]:
     pieces = []
     for span in timeline.spans[:MAX_SPANS]:
         if span.exposed_seconds:
             wait = f"{span.action} waits {format_seconds(span.exposed_seconds)} for a transfer"
-            pieces.append(Piece(span.pp_rank, span.start - span.exposed_seconds, span.start, None, wait))
+            pieces.append(DrawnSpan(span.pp_rank, span.start - span.exposed_seconds, span.start, None, wait))
         if not span.action.kind.is_transfer:
             text = f"{span.action}: {format_seconds(span.start)} to {format_seconds(span.end)}"
-            pieces.append(Piece(span.pp_rank, span.start, span.end, span.action, text))
+            pieces.append(DrawnSpan(span.pp_rank, span.start, span.end, span.action, text))
     return pieces
 
 
