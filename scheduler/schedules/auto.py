@@ -15,7 +15,7 @@ from ..ir.communication import add_transfers
 from ..ir.schedule import Schedule
 from ..simulation.lower_bound import find_lower_bound
 from .classic import check_microbatches
-from .list_scheduling import Policy
+from .list_scheduling import DispatchRule
 from .orders import Order, OrderModel
 from .registry import known_orders
 
@@ -46,7 +46,7 @@ class SimulatedOrder:
     """
 
     order: Order
-    policy: Policy | None
+    policy: DispatchRule | None
     seconds: float
     peak_bytes: float
     num_actions: int
@@ -175,7 +175,7 @@ class _Search:
             if candidate is not None:
                 yield candidate, self.model.peak_bytes(order)
 
-    def measure(self, order: Order, policy: Policy | None) -> SimulatedOrder | None:
+    def measure(self, order: Order, policy: DispatchRule | None) -> SimulatedOrder | None:
         """A candidate; None if its order deadlocks."""
         seconds = self.model.makespan_seconds(order)
         if seconds == math.inf:
@@ -240,7 +240,7 @@ class _LevelSearch:
         self.enough_seconds = bound_seconds * (1 + _SAME)
         num_computations = 3 * search.num * len(search.pp_ranks)
         self.tries_left = min(_MAX_TRIES, max(_MIN_TRIES, _COMPUTATIONS // num_computations))
-        self.tried: set[Policy] = set()
+        self.tried: set[DispatchRule] = set()
         self.listed: SimulatedOrder | None = None  # the best by list scheduling
 
     def run(self) -> SimulatedOrder | None:
@@ -250,7 +250,7 @@ class _LevelSearch:
         self.improve()
         return best(self.known if self.listed is None else [*self.known, self.listed])
 
-    def try_policy(self, policy: Policy) -> bool:
+    def try_policy(self, policy: DispatchRule) -> bool:
         """Keep the order of a policy if it is the best so far. Returns whether it is."""
         if policy in self.tried or self.tries_left <= 0 or self.is_optimal:
             return False
@@ -268,7 +268,7 @@ class _LevelSearch:
         """Whether the best by list scheduling is as fast as the lower bound."""
         return self.listed is not None and self.listed.seconds <= self.enough_seconds
 
-    def policies(self) -> Iterator[Policy]:
+    def policies(self) -> Iterator[DispatchRule]:
         """Policies with all choices, the most promising first."""
         num, count = len(self.search.pp_ranks), self.search.num
         everything = (count,) * num
@@ -277,7 +277,7 @@ class _LevelSearch:
         splits = ((True,) * num, (False,) * num) if self.search.can_split else ((False,) * num,)
         for max_in_flight in dict.fromkeys([everything, *reversed(depths)]):
             for split, group in itertools.product(splits, groups):
-                base = Policy(max_in_flight, self.limits, split, group=group)
+                base = DispatchRule(max_in_flight, self.limits, split, group=group)
                 if not split[0]:
                     yield from (replace(base, forward_first=first) for first in (False, True))
                     continue
@@ -292,7 +292,7 @@ class _LevelSearch:
         while improved and self.tries_left > 0 and self.listed is not None:
             improved = any(self.try_policy(change) for change in self.changes(self.listed))
 
-    def changes(self, candidate: SimulatedOrder) -> Iterator[Policy]:
+    def changes(self, candidate: SimulatedOrder) -> Iterator[DispatchRule]:
         """Policies with the depth of one stage changed by one, or its backward not split."""
         policy = candidate.policy
         assert policy is not None
