@@ -41,7 +41,7 @@ _POLL_SECONDS, _CHECK_SECONDS = 0.0005, 0.2
 
 
 @dataclass(frozen=True)
-class Queue:
+class ComputationQueue:
     """Computations of a rank that keep their order.
 
     Attributes:
@@ -84,7 +84,7 @@ class ReadyPlan:
     computations: tuple[Computation, ...]
     changes: tuple[float, ...]
     limit: float
-    queues: tuple[Queue, ...]
+    queues: tuple[ComputationQueue, ...]
     recvs: Mapping[StageChannel, RecvOrder]
     sends: tuple[tuple[Transfer, ...], ...]
     shared: frozenset[int]
@@ -134,7 +134,7 @@ def _group_by_parameters(computations: Sequence[Computation]) -> dict[int, int]:
     return groups
 
 
-def _make_queues(computations: Sequence[Computation], groups: Mapping[int, int]) -> tuple[Queue, ...]:
+def _make_queues(computations: Sequence[Computation], groups: Mapping[int, int]) -> tuple[ComputationQueue, ...]:
     members: dict[tuple[Kind, int], list[int]] = {}
     for index, item in enumerate(computations):
         kind, group = item.action.kind, groups[item.action.stage]
@@ -142,7 +142,7 @@ def _make_queues(computations: Sequence[Computation], groups: Mapping[int, int])
         members.setdefault(key, []).append(index)
     numbers = {key: number for number, key in enumerate(members)}
     return tuple(
-        Queue(tuple(indices), numbers[Kind.B, group] if kind is Kind.W else None)
+        ComputationQueue(tuple(indices), numbers[Kind.B, group] if kind is Kind.W else None)
         for (kind, group), indices in members.items()
     )
 
