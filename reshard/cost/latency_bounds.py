@@ -18,7 +18,7 @@ from reshard.cost.lower_bound import (
     min_egress_seconds,
     min_largest_share,
 )
-from reshard.plan import Plan, Rates, RotationLoads, RotationPlan, used_nics
+from reshard.plan import HostRates, Plan, RotationLoads, RotationPlan, used_nics
 from reshard.topology import Port, Topology
 
 #: Weights of senders against receivers that are tried; each gives a valid bound.
@@ -95,7 +95,7 @@ class _Problem:
 
     demand: Demand
     pods: Demand | None
-    rates: Mapping[int, Rates]
+    rates: Mapping[int, HostRates]
     num_nics: Mapping[int, int]
     overhead_bytes: Mapping[int, float]
     latency: float
@@ -108,7 +108,7 @@ class _Problem:
         return cls(
             demand,
             find_demand(plan.tensors, _pod_of(topology)) if topology.pods else None,
-            {host: Rates.of(host_nics) for host, host_nics in nics.items()},
+            {host: HostRates.of(host_nics) for host, host_nics in nics.items()},
             {host: len(host_nics) for host, host_nics in nics.items()},
             {
                 host: topology.latency_seconds * min(nic.egress_bytes_per_second for nic in host_nics)
@@ -292,7 +292,7 @@ class _Exchange:
         return weight * self.out + (1.0 - weight) * (self.into + self.latency) + float(extra)
 
 
-def _arrival_or_share(classes: Classes, rates: Mapping[int, Port | Rates]) -> float:
+def _arrival_or_share(classes: Classes, rates: Mapping[int, Port | HostRates]) -> float:
     """Seconds of the longest arrival, or of the busiest holders if longer. Relays change neither."""
     arrives: Counter[int] = Counter()
     for (_, destinations), nbytes in classes.items():

@@ -12,7 +12,7 @@ from reshard.cost.inside_lower_bound import bound_inside
 from reshard.cost.pod_lower_bound import bound_in_pods
 from reshard.errors import ArgumentError
 from reshard.formatting import format_bytes, format_rate
-from reshard.plan import Plan, Rates, RotationPlan, used_nics
+from reshard.plan import HostRates, Plan, RotationPlan, used_nics
 from reshard.ragged import NO_RANK
 from reshard.sharding import TensorSpec
 from reshard.topology import Port, Topology
@@ -85,7 +85,7 @@ def find_bound(problem: Plan | Sequence[TensorSpec], topology: Topology | None =
 
 def _find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
     used = used_nics(tensors, topology)
-    hosts = {host: Rates.of(nics) for host, nics in used.items()}
+    hosts = {host: HostRates.of(nics) for host, nics in used.items()}
     of_hosts = _classes(tensors, topology.host_of_rank.__getitem__)
     partly = {host for host, nics in used.items() if len(nics) < len(topology.host(host).nics)}
     bound = _bound_of_places(of_hosts, hosts.__getitem__, "host", partly)
@@ -119,7 +119,7 @@ def _bound_of_rotation(plan: RotationPlan) -> Bound:
 
 
 def _format_busy_links(
-    seconds: float, busy: Sequence[tuple[str, int]], hosts: Mapping[int, Rates], pods: Sequence[Port]
+    seconds: float, busy: Sequence[tuple[str, int]], hosts: Mapping[int, HostRates], pods: Sequence[Port]
 ) -> str:
     """For example ``what host 1 sends and what enters pod 1 is 4 MiB at least, and can be 3.75 GB/s together``."""
     words: list[str] = []
@@ -183,7 +183,7 @@ def _format_places(kind: str, places: Sequence[int]) -> str:
 
 
 def _bound_of_places(
-    classes: Classes, port_of: Callable[[int], Port | Rates], kind: str, partly: Collection[int] = ()
+    classes: Classes, port_of: Callable[[int], Port | HostRates], kind: str, partly: Collection[int] = ()
 ) -> Bound:
     """The larger of the longest arrival and the longest departure.
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from reshard.cost.merged_program import LinearProgram, solve
-from reshard.plan import Rates
+from reshard.plan import HostRates
 from reshard.topology import Port
 
 
@@ -38,7 +38,7 @@ class _Rows:
 
 def bound_in_pods(
     classes: Mapping[tuple[tuple[int, ...], tuple[int, ...]], int],
-    host_port: Mapping[int, Port | Rates],
+    host_port: Mapping[int, Port | HostRates],
     pod_of: Mapping[int, int],
     pods: Sequence[Port],
 ) -> tuple[float, list[tuple[str, int]]]:

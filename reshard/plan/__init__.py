@@ -6,7 +6,7 @@ Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.model`. It 
 from reshard.plan.check import check_plan, check_ranks, ensure_checked
 from reshard.plan.drawing import draw_boxes, draw_plan, draw_roles, name_tensors
 from reshard.plan.drawn_hosts import MAX_BOXES, HostBox, HostBoxes, Traffic
-from reshard.plan.host_rates import Rates, used_nics
+from reshard.plan.host_rates import HostRates, used_nics
 from reshard.plan.json import plan_to_json
 from reshard.plan.messages import (
     Message,
@@ -42,11 +42,11 @@ __all__ = [
     "ROTATION",
     "HostBox",
     "HostBoxes",
+    "HostRates",
     "Load",
     "Message",
     "MessageTable",
     "Plan",
-    "Rates",
     "RotationLoads",
     "RotationPlan",
     "Traffic",

@@ -9,14 +9,14 @@ from reshard.sharding import TensorSpec
 from reshard.topology import Port, Topology
 
 
-class Rates(NamedTuple):
+class HostRates(NamedTuple):
     """The total rates of several NICs, which may be above the limit on one port."""
 
     egress_bytes_per_second: float
     ingress_bytes_per_second: float
 
     @classmethod
-    def of(cls, ports: Sequence[Port]) -> Rates:
+    def of(cls, ports: Sequence[Port]) -> HostRates:
         """The sums of the rates of ports."""
         return cls(
             sum(port.egress_bytes_per_second for port in ports), sum(port.ingress_bytes_per_second for port in ports)

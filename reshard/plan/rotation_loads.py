@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.plan.even_exchange import EvenExchange
-from reshard.plan.host_rates import Rates, used_nics
+from reshard.plan.host_rates import HostRates, used_nics
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology
 
@@ -56,7 +56,7 @@ class RotationLoads:
         egress, ingress, overhead_seconds = np.ones(count), np.ones(count), np.zeros(count)
         used = used_nics(tensors, topology)
         for host, nics in used.items():
-            egress[host], ingress[host] = Rates.of(nics)
+            egress[host], ingress[host] = HostRates.of(nics)
             slowest = min(nic.egress_bytes_per_second for nic in nics)
             overhead_seconds[host] = topology.latency_seconds * slowest / egress[host]
         ports = [port for nics in used.values() for port in nics]
