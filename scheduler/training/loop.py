@@ -30,7 +30,7 @@ from .models.making import find_cuts, layer_paths, make_model
 from .models.presets import GPTConfig, Preset
 from .progress import Progress
 from .recipe import describe_changes
-from .report import Report
+from .report import RunFolder
 
 #: The learning rate ends at this share of its peak.
 MIN_RATE = 0.1
@@ -144,7 +144,7 @@ def train(rank: int, job: TrainingJob, shows: bool = True) -> TrainResult:
             start = engine.load(folder, optimizer, rates, loader, missing_ok=True, trust_pickle=job.trust_pickle)
         differences = describe_changes(loader.changes)
         progress = Progress(job.name, start, job.steps, job.preset, job.log_every, shows and rank == 0)
-        report = Report(job.report, start, progress.note) if job.report is not None and rank == 0 else None
+        report = RunFolder(job.report, start, progress.note) if job.report is not None and rank == 0 else None
         measured = None
         with progress, report or contextlib.nullcontext():
             for text in [*differences, *_describe_start(job, start, engine)]:
