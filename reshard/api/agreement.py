@@ -26,7 +26,7 @@ from reshard.codecs import codec_name, find_codec, has_base, has_variable_size
 from reshard.coordination import (
     Channel,
     Decision,
-    Request,
+    RoundRequest,
     TensorRequest,
     check_inside,
     find_channel,
@@ -116,7 +116,7 @@ def agree(inputs: Inputs, purpose: str) -> Agreement:
     return Agreement(checked, channel, round_number, decision, request.arguments, frozenset(lost), purpose)
 
 
-def _make_request(inputs: Inputs, purpose: str) -> tuple[Request, list[Item]]:
+def _make_request(inputs: Inputs, purpose: str) -> tuple[RoundRequest, list[Item]]:
     """Check the arguments of this rank.
 
     Args:
@@ -136,7 +136,7 @@ def _make_request(inputs: Inputs, purpose: str) -> tuple[Request, list[Item]]:
         error = (type(known).__name__, str(known))
     except Exception as other:  # a wrong argument may raise anything; the other ranks must receive it
         error = ("ArgumentError", f"{type(other).__name__}: {other}")
-    return Request(group.rank, arguments, tensors, group.hostname, error=error, purpose=purpose), checked
+    return RoundRequest(group.rank, arguments, tensors, group.hostname, error=error, purpose=purpose), checked
 
 
 def _check_local(arguments: list[tuple[str, str]], tensors: dict[str, TensorRequest], inputs: Inputs) -> list[Item]:

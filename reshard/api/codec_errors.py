@@ -11,7 +11,7 @@ from reshard.api.agreement import Agreement
 from reshard.api.arrays.casts import encode_source
 from reshard.api.options import is_fault_tolerant
 from reshard.codecs import ErrorSums
-from reshard.coordination import Channel, Decision, Request, describe_error, gather_reports, rebuild_error
+from reshard.coordination import Channel, Decision, RoundRequest, describe_error, gather_reports, rebuild_error
 from reshard.errors import CompressionError
 from reshard.plan import Plan
 
@@ -45,7 +45,7 @@ def encode_measured(
     except Exception as failed:  # for example out of memory
         error = describe_error(failed)
     report = {"failed": error, "sums": sums}
-    request = Request(channel.group.rank, payload=report, purpose=f"compares errors {agreement.purpose}".strip())
+    request = RoundRequest(channel.group.rank, payload=report, purpose=f"compares errors {agreement.purpose}".strip())
     decide = functools.partial(_gather, channel)
     _, decision = channel.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
     for rank, payload in sorted(decision.payloads.items()):
@@ -74,5 +74,5 @@ def encode_measured(
     return encoded, frozenset(excess), frozenset(decision.lost)
 
 
-def _gather(channel: Channel, requests: list[Request]) -> Decision:
+def _gather(channel: Channel, requests: list[RoundRequest]) -> Decision:
     return gather_reports(requests, channel.members, channel.rendezvous.find_dead())

@@ -10,7 +10,7 @@ from reshard.api.arrays.dtensors import check_same_layout, is_device_mesh, is_dt
 from reshard.api.options import TransferOptions, is_fault_tolerant
 from reshard.coordination import (
     Group,
-    Request,
+    RoundRequest,
     count_call,
     describe_error,
     find_channel,
@@ -177,7 +177,7 @@ def _report_bad_arguments(
         seconds = DEFAULT_TIMEOUT_SECONDS
     fault_tolerant = is_fault_tolerant(options)
     with count_call(group, members, fault_tolerant) as purpose:
-        request = Request(group.rank, hostname=group.hostname, error=describe_error(error), purpose=purpose)
+        request = RoundRequest(group.rank, hostname=group.hostname, error=describe_error(error), purpose=purpose)
         while group.rank in inside:  # agree raises the error once every surviving rank has it
             find_channel(group, inside).agree(request, lambda requests: resolve(requests, {}), seconds, fault_tolerant)
             inside = remaining_ranks(group, inside)

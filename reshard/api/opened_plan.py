@@ -14,7 +14,7 @@ from reshard.api.queued_transfers import QueuedTransfers
 from reshard.api.streamed_transfers import StreamedTransfers
 from reshard.coordination import (
     Group,
-    Request,
+    RoundRequest,
     calling,
     check_inside,
     describe_error,
@@ -127,7 +127,7 @@ def open_plan(
     except Exception as raised:  # the plan is wrong, or this rank cannot execute it
         failure = describe_error(raised) if isinstance(raised, ReshardError) else ("PlanError", str(raised))
         timeout_seconds, fault_tolerant = DEFAULT_TIMEOUT_SECONDS, False
-    request = Request(group.rank, arguments, hostname=group.hostname, error=failure)
+    request = RoundRequest(group.rank, arguments, hostname=group.hostname, error=failure)
     with publish_interruption(group, lambda: plan.ranks), calling(group):
         decide = functools.partial(resolve_partial, layouts={}, members=plan.ranks)
         round_number, decision = channel.agree(request, decide, timeout_seconds, fault_tolerant)

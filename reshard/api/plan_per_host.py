@@ -26,7 +26,7 @@ from reshard.coordination import (
     Channel,
     Decision,
     Group,
-    Request,
+    RoundRequest,
     calling,
     find_channel,
     publish_interruption,
@@ -80,8 +80,8 @@ def plan_per_host(
         yield alone
         return
 
-    def hold(payload: Any, decide: Callable[[list[Request]], Decision], what: str, seconds: float) -> Decision:
-        request = Request(channel.group.rank, payload=payload, purpose=f"{what} {purpose}".strip())
+    def hold(payload: Any, decide: Callable[[list[RoundRequest]], Decision], what: str, seconds: float) -> Decision:
+        request = RoundRequest(channel.group.rank, payload=payload, purpose=f"{what} {purpose}".strip())
         return channel.agree(request, decide, seconds, fault_tolerant)[1]
 
     decide = functools.partial(_find_planners, members=channel.members)
@@ -165,14 +165,14 @@ def _map_or_make(
     return make()
 
 
-def _find_planners(requests: list[Request], members: Sequence[int]) -> Decision:
+def _find_planners(requests: list[RoundRequest], members: Sequence[int]) -> Decision:
     """A decision whose payloads are the planner of each rank, found by the names of the machines."""
     lowest: dict[Any, int] = {}
     planners = {request.rank: lowest.setdefault(request.payload, request.rank) for request in requests}
     return replace(resolve_partial(requests, {}, members), payloads=planners)
 
 
-def _gather_files(requests: list[Request], members: Sequence[int]) -> Decision:
+def _gather_files(requests: list[RoundRequest], members: Sequence[int]) -> Decision:
     """A decision whose payloads are the files of the planners."""
     files = {request.rank: request.payload for request in requests if request.payload is not None}
     return replace(resolve_partial(requests, {}, members), payloads=files)

@@ -18,7 +18,7 @@ from reshard.api.option_checks import check_listed
 from reshard.api.options import is_fault_tolerant
 from reshard.api.plan_per_host import plan_per_host
 from reshard.codecs import has_variable_size
-from reshard.coordination import MAX_CACHED, Request, plan_arguments, resolve_partial, topology_of_names
+from reshard.coordination import MAX_CACHED, RoundRequest, plan_arguments, resolve_partial, topology_of_names
 from reshard.errors import ReshardError
 from reshard.plan import Plan, ensure_checked
 from reshard.planner import AUTO_CODEC, compress_tensors, plan_tensors
@@ -104,7 +104,7 @@ def agree_on_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequ
         except Exception as other:
             error = ("ReshardError", f"{type(other).__name__}: {other}")
         purpose = f"compares plans {agreement.purpose}".strip()
-        request = Request(channel.group.rank, arguments, error=error, purpose=purpose)
+        request = RoundRequest(channel.group.rank, arguments, error=error, purpose=purpose)
         decide = functools.partial(resolve_partial, layouts={}, members=channel.members)
         _, compared = channel.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
     assert program is not None

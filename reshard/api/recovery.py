@@ -26,7 +26,7 @@ from reshard.coordination import (
     Channel,
     Decision,
     Group,
-    Request,
+    RoundRequest,
     calling,
     describe_error,
     find_channel,
@@ -137,7 +137,7 @@ class Recovery:
         while True:
             channel = find_channel(self._group, self._members)
             purpose = f"waits for {self._name}{f', attempt {self._attempt}' if self._attempt > 1 else ''}"
-            request = Request(self._group.rank, payload=outcome, purpose=purpose)
+            request = RoundRequest(self._group.rank, payload=outcome, purpose=purpose)
             decide = functools.partial(_gather_outcomes, channel)
             seconds = max(deadline - time.monotonic(), OUTCOME_SECONDS)
             _, decision = channel.agree(request, decide, seconds, fault_tolerant=True)
@@ -179,7 +179,7 @@ class Recovery:
         return None, tally, deadline
 
 
-def _gather_outcomes(channel: Channel, requests: list[Request]) -> Decision:
+def _gather_outcomes(channel: Channel, requests: list[RoundRequest]) -> Decision:
     return gather_reports(requests, channel.members, channel.rendezvous.find_dead())
 
 

@@ -8,7 +8,7 @@ from reshard.coordination.decide import gather_reports, plan_arguments, resolve,
 from reshard.coordination.groups.addresses import own_address
 from reshard.coordination.groups.calling_threads import Owner
 from reshard.coordination.groups.joining import join
-from reshard.coordination.groups.messages import Decision, Request, TensorRequest, describe_error, rebuild_error
+from reshard.coordination.groups.messages import Decision, RoundRequest, TensorRequest, describe_error, rebuild_error
 from reshard.coordination.groups.process_group import Group, check_inside, find_group, known_groups, serve_store
 from reshard.coordination.json_collectives import all_gather_json
 from reshard.coordination.liveness.call_sequence import (
@@ -39,7 +39,7 @@ __all__ = [
     "Group",
     "Monitor",
     "Owner",
-    "Request",
+    "RoundRequest",
     "TensorRequest",
     "all_gather_json",
     "calling",

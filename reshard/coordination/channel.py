@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.coordination.groups.messages import Decision, Request, describe_error, name_rank, parse_error
+from reshard.coordination.groups.messages import Decision, RoundRequest, describe_error, name_rank, parse_error
 from reshard.coordination.groups.process_group import Group, check_inside
 from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
 from reshard.coordination.liveness.call_sequence import in_round, record_skipped
@@ -82,8 +82,8 @@ class Channel:
 
     def agree(
         self,
-        request: Request,
-        decide: Callable[[list[Request]], Decision],
+        request: RoundRequest,
+        decide: Callable[[list[RoundRequest]], Decision],
         timeout_seconds: float,
         fault_tolerant: bool = False,
     ) -> tuple[int, Decision]:

@@ -28,7 +28,7 @@ from typing import Any
 
 from reshard.coordination.control_channel import DeadlineError, Hub, Spoke
 from reshard.coordination.groups.joining import check_claims
-from reshard.coordination.groups.messages import Decision, RankStatus, Request, describe_error, parse_error
+from reshard.coordination.groups.messages import Decision, RankStatus, RoundRequest, describe_error, parse_error
 from reshard.coordination.groups.process_group import RESUME_SECONDS, Group
 from reshard.coordination.groups.store import LOST_STORE_SECONDS, ForeignValueError, Store, StoreSilentError
 from reshard.coordination.links import Links
@@ -81,8 +81,8 @@ PROBE_AGE_SECONDS = 1.5
 class _RoundArgs:
     """Arguments of one rank for a round; see :meth:`Rendezvous.hold`."""
 
-    request: Request
-    decide: Callable[[list[Request]], Decision]
+    request: RoundRequest
+    decide: Callable[[list[RoundRequest]], Decision]
     timeout_seconds: float
     fault_tolerant: bool
     deadline: float
@@ -114,8 +114,8 @@ class Rendezvous:
 
     def hold(
         self,
-        request: Request,
-        decide: Callable[[list[Request]], Decision],
+        request: RoundRequest,
+        decide: Callable[[list[RoundRequest]], Decision],
         timeout_seconds: float,
         fault_tolerant: bool,
     ) -> Decision:
@@ -173,7 +173,7 @@ class Rendezvous:
             self.group.abandoned_call = True  # the ranks that read the error set this too
             raise
 
-    def _abandon(self, request: Request, why: str) -> None:
+    def _abandon(self, request: RoundRequest, why: str) -> None:
         """Leave a round in which the other members wait or will wait."""
         mark_out_of_sync(self.group, self.members, why)
         if self.links.spoke is not None:
@@ -264,7 +264,7 @@ class Rendezvous:
         while True:
             hub.drain()  # a rank may have withdrawn or timed out
             lost = self.group.lost if args.fault_tolerant else ()
-            received = {rank: Request.from_json(hub.pending[rank][1]) for rank in hub.pending if rank not in lost}
+            received = {rank: RoundRequest.from_json(hub.pending[rank][1]) for rank in hub.pending if rank not in lost}
             received[args.request.rank] = args.request
             requests = [received[rank] for rank in self.members if rank in received]
             decision = find_lagging(requests, self.members) or find_round_mismatch(requests) or args.decide(requests)

@@ -12,7 +12,7 @@ import numpy as np
 from reshard.codecs import measure_rates, parse_codec
 from reshard.coordination.channel import find_channel
 from reshard.coordination.decide import resolve
-from reshard.coordination.groups.messages import Decision, Request, describe_error
+from reshard.coordination.groups.messages import Decision, RoundRequest, describe_error
 from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness.call_sequence import calling, publish_interruption
 from reshard.errors import ArgumentError
@@ -57,7 +57,7 @@ def find_topology(
     except ArgumentError as error:
         failure, seconds = describe_error(error), DEFAULT_TIMEOUT_SECONDS
     arguments = [("what to do", "find_topology"), ("codecs", ", ".join(codec.name for codec in parsed))]
-    request = Request(resolved.rank, arguments, hostname=resolved.hostname, error=failure, payload=[])
+    request = RoundRequest(resolved.rank, arguments, hostname=resolved.hostname, error=failure, payload=[])
     with publish_interruption(resolved, lambda: members), calling(resolved):
         channel = find_channel(resolved, members)
         _, decision = channel.agree(request, _resolve, seconds)
@@ -71,7 +71,7 @@ def find_topology(
     )
 
 
-def _resolve(requests: list[Request]) -> Decision:
+def _resolve(requests: list[RoundRequest]) -> Decision:
     return replace(resolve(requests, {}), payloads={request.rank: request.payload for request in requests})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from reshard.coordination import Request, describe_error, find_channel, find_group
+from reshard.coordination import RoundRequest, describe_error, find_channel, find_group
 from reshard.errors import ArgumentError, ReshardError
 from reshard.sharding import Layout, Mesh
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -50,7 +50,7 @@ class RankExchange:
             ReshardError: the error of the first rank that passes one.
         """
         failure = None if error is None else describe_error(error)
-        request = Request(self._group.rank, hostname=self._group.hostname, error=failure, payload=value)
+        request = RoundRequest(self._group.rank, hostname=self._group.hostname, error=failure, payload=value)
         try:
             return dict(self._channel.agree(request, gather_values, self._timeout_seconds)[1].payloads)
         except ReshardError:

@@ -16,7 +16,7 @@ import torch
 from reshard.api.mover import Mover
 from reshard.compression import Policy
 from reshard.coordination import (
-    Request,
+    RoundRequest,
     check_inside,
     describe_error,
     explain_lost_store,
@@ -372,7 +372,7 @@ class Engine:
         """
         self._group.check_usable()
         failure = None if error is None else describe_error(error)
-        request = Request(self._group.rank, hostname=self._group.hostname, error=failure, payload=value)
+        request = RoundRequest(self._group.rank, hostname=self._group.hostname, error=failure, payload=value)
         seconds = max(self._timeout_seconds, timeout_seconds or 0.0)
         _, decision = self._channel.agree(request, gather_values, seconds)
         return dict(decision.payloads)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.api.arrays.tensor_checks import has_overlapping_elements
-from reshard.coordination import Group, Monitor, Request, all_gather_json, find_channel, resolve
+from reshard.coordination import Group, Monitor, RoundRequest, all_gather_json, find_channel, resolve
 from reshard.errors import ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.formatting import describe_ranks
 from reshard.sharding import Mesh
@@ -129,7 +129,7 @@ class ReplicaSync:
         self._timeout_seconds, self.encoded = timeout_seconds, encoded
         self._group, self._channel = group, find_channel(group, ranks)
         outline = [(f"{what} of stage {stage}", text) for what, text in self._outline()]
-        request = Request(group.rank, outline, hostname=group.hostname)
+        request = RoundRequest(group.rank, outline, hostname=group.hostname)
         _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
         self._generation, self._in_step = decision.generation, False
         self._connections = self._channel.collectives(decision.generation, torch.device(device), timeout_seconds)

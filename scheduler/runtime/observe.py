@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.api.handle import times_of
-from reshard.coordination import Channel as AgreementChannel, Decision, Request, resolve
+from reshard.coordination import Channel as AgreementChannel, Decision, RoundRequest, resolve
 from reshard.errors import RemoteError, ReshardError
 
 from ..ir.actions import Action, Kind, StageChannel
@@ -207,14 +207,14 @@ def gather_timeline(measured: StepRecord, channel: AgreementChannel, timeout_sec
         transfers.append((record.channel, record.microbatch, record.is_send, computed, begun, ended))
     rank = channel.group.rank
     channel.agree(
-        Request(rank), gather_values, timeout_seconds
+        RoundRequest(rank), gather_values, timeout_seconds
     )  # a rendezvous: all ranks leave it at about the same time
     own = (measured.pp_rank, measured.actions, transfers, _boot_id(), time.monotonic())
-    _, decision = channel.agree(Request(rank, payload=_to_json(own)), gather_values, timeout_seconds)
+    _, decision = channel.agree(RoundRequest(rank, payload=_to_json(own)), gather_values, timeout_seconds)
     return _merge([_from_json(decision.payloads[rank]) for rank in sorted(decision.payloads)])
 
 
-def gather_values(requests: list[Request]) -> Decision:
+def gather_values(requests: list[RoundRequest]) -> Decision:
     """A decision with the value of each rank."""
     return dataclasses.replace(resolve(requests, {}), payloads={request.rank: request.payload for request in requests})
 

@@ -18,7 +18,7 @@ from reshard.codecs.formats import FORMATS
 from reshard.coordination import (
     Channel,
     Decision,
-    Request,
+    RoundRequest,
     calling,
     describe_error,
     find_channel,
@@ -314,7 +314,7 @@ class LosslessTransfer:
             return exchange_reports(self._channel, report, what, limit, self._kept)
         while True:
             channel = find_channel(self._channel.group, self.members)
-            request = Request(self._rank, payload=report, purpose=what)
+            request = RoundRequest(self._rank, payload=report, purpose=what)
             decide = functools.partial(_gather_survivors, channel)
             round_number, decision = channel.agree(request, decide, limit, fault_tolerant=True)
             if not decision.lost:
@@ -361,7 +361,7 @@ def exchange_reports(
         ReshardError: the error of the first rank that failed, the same on all ranks; or a rank did not report.
     """
     what = f"; {kept}" if kept else ""
-    request = Request(channel.group.rank, payload=dict(report), purpose=purpose)
+    request = RoundRequest(channel.group.rank, payload=dict(report), purpose=purpose)
     try:
         _, decision = channel.agree(request, _gather, timeout_seconds)
     except ReshardError as error:
@@ -401,11 +401,11 @@ def check_lossless_codec(codec: Any, plan: Plan) -> None:
     check_dtypes(codec, plan.tensors)
 
 
-def _gather_survivors(channel: Channel, requests: list[Request]) -> Decision:
+def _gather_survivors(channel: Channel, requests: list[RoundRequest]) -> Decision:
     return gather_reports(requests, channel.members, channel.rendezvous.find_dead())
 
 
-def _gather(requests: list[Request]) -> Decision:
+def _gather(requests: list[RoundRequest]) -> Decision:
     payloads = {request.rank: request.payload for request in requests}
     return Decision(generation=max(request.generation for request in requests), payloads=payloads)
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.coordination.groups.calling_threads import describe_caller
-from reshard.coordination.groups.messages import Decision, RankStatus, Request, describe_error, name_rank
+from reshard.coordination.groups.messages import Decision, RankStatus, RoundRequest, describe_error, name_rank
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.liveness.interruptions import is_published, mark_published
 from reshard.coordination.liveness.status import ANY_RANKS, publish_status
@@ -160,7 +160,7 @@ def count_left_calls(group: Group, members: Sequence[int]) -> list[int]:
     return [_count_with(group.status, rank) for rank in members]
 
 
-def add_call_counts(request: Request, group: Group, members: Sequence[int]) -> Request:
+def add_call_counts(request: RoundRequest, group: Group, members: Sequence[int]) -> RoundRequest:
     """Add to a request the counts by which other ranks tell which call it belongs to."""
     skipped = group.status.skipped
     others = [ranks for ranks in list(group.channels) if not set(members) <= set(ranks)]
@@ -185,7 +185,7 @@ def is_behind(group: Group, rank: int, status: RankStatus) -> bool:
     return _count_with(group.status, rank) > _count_with(status, group.rank)
 
 
-def find_lagging(requests: Sequence[Request], members: Sequence[int]) -> Decision | None:
+def find_lagging(requests: Sequence[RoundRequest], members: Sequence[int]) -> Decision | None:
     """The error for the members that are in a call that another member has left; None if all are in the same call.
 
     If the rank that left a call also takes part in calls with other sets of ranks, the members of that call are
@@ -253,7 +253,7 @@ def acknowledge_skipped(group: Group, skipped: dict[str, Any]) -> None:
             group.acknowledged[name] = group.acknowledged.get(name, 0) + missing
 
 
-def _find_skipped(requests: Sequence[Request], members: Sequence[int]) -> Decision | None:
+def _find_skipped(requests: Sequence[RoundRequest], members: Sequence[int]) -> Decision | None:
     """The error if a member has skipped a call that another member has not counted, else None."""
     for request in requests:
         for name, (count, ranks) in request.skipped.items():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from reshard.coordination import Monitor, Request, explain_lost_store, find_channel, find_group, resolve
+from reshard.coordination import Monitor, RoundRequest, explain_lost_store, find_channel, find_group, resolve
 from reshard.coordination.liveness.lost_ranks import grid_ranks_stopped_error
 from reshard.coordination.liveness.presence import has_ended
 from reshard.coordination.liveness.status import HeartbeatReader
@@ -46,7 +46,7 @@ class RootCauseFinder:
         Monitor.of(group)  # sends the heartbeats of this rank
         self._channel = find_channel(group, tuple(sorted(ranks)))
         arguments = [("the ranks of a grid", str(list(ranks))), ("the shape of a grid", str(list(shape)))]
-        request = Request(dist.get_rank(), arguments, hostname=group.hostname)
+        request = RoundRequest(dist.get_rank(), arguments, hostname=group.hostname)
         _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
         self._generation = decision.generation
         self._waits = group.store.under(f"u/{self._channel.key}/waits/{self._generation}")
@@ -58,7 +58,7 @@ class RootCauseFinder:
             DisagreementError: a rank calls another function.
             TransferTimeoutError: a rank calls none.
         """
-        request = Request(dist.get_rank(), [("the function", called)], hostname=self._group.hostname)
+        request = RoundRequest(dist.get_rank(), [("the function", called)], hostname=self._group.hostname)
         _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
         self._generation = decision.generation
 

@@ -12,7 +12,7 @@ import pytest
 
 from reshard.coordination.channel import find_channel
 from reshard.coordination.decide import resolve
-from reshard.coordination.groups.messages import Request
+from reshard.coordination.groups.messages import RoundRequest
 from reshard.coordination.groups.process_group import find_group
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler.graph import Edge, Pipeline, Stage
@@ -125,7 +125,7 @@ def test_measurements_of_ranks_are_merged_into_one_timeline():
 def _gather_on_separate_machines(rank):
     observe._boot_id = lambda: str(rank)
     channel = find_channel(find_group(None), (0, 1))
-    channel.agree(Request(rank), lambda requests: resolve(requests, {}), 20)
+    channel.agree(RoundRequest(rank), lambda requests: resolve(requests, {}), 20)
     now = time.monotonic()
     time.sleep(0.5 * rank)
     own = StepRecord(rank)
