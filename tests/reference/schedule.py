@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from reshard.planner.multicast.native_schedule import Schedule, put_in_order
+from reshard.planner.multicast.native_schedule import ChunkSchedule, put_in_order
 from reshard.planner.multicast.workload import Ports, Workload
 from tests.reference.chunk_scheduler import ChunkScheduler
 from tests.reference.circulant_broadcast import send_in_circles
@@ -13,7 +13,7 @@ from tests.reference.pod_chunk_scheduler import PodChunkScheduler
 from tests.reference.rank_assignment import RankAssignment
 
 
-def schedule_python(ports: Ports, workload: Workload) -> Schedule:
+def schedule_python(ports: Ports, workload: Workload) -> ChunkSchedule:
     """See :func:`reshard.planner.multicast.native_schedule.make_schedule`."""
     if workload.is_broadcast:
         chunk_sends = send_in_circles(ports, workload)
@@ -33,4 +33,4 @@ def schedule_python(ports: Ports, workload: Workload) -> Schedule:
         order = np.lexsort((~crosses, np.array(messages.end, dtype=np.float64)))
     else:
         order = np.array(linearize(messages, crosses.tolist()), dtype=np.int64)
-    return put_in_order(Schedule(piece, sender, receiver, source, after_at, after), order)
+    return put_in_order(ChunkSchedule(piece, sender, receiver, source, after_at, after), order)

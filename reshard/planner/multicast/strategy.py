@@ -11,7 +11,7 @@ from reshard.errors import ArgumentError
 from reshard.plan import Transfers
 from reshard.planner.multicast.classes import MIN_SLICES, Boxes, Classes, Pieces, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
-from reshard.planner.multicast.native_schedule import Schedule, interleave, make_schedule
+from reshard.planner.multicast.native_schedule import ChunkSchedule, interleave, make_schedule
 from reshard.planner.multicast.parts import MAX_TOGETHER, ProblemPart, split_by_ports
 from reshard.planner.multicast.relay_limits import limit_relay_staging
 from reshard.planner.multicast.rotation import rotate_hosts
@@ -95,7 +95,7 @@ def schedule_chunks(
     return _to_transfers(problem, pieces.boxes, _schedule(problem, ports, workload))
 
 
-def _schedule(problem: PlanProblem, ports: Ports, workload: Workload) -> Schedule:
+def _schedule(problem: PlanProblem, ports: Ports, workload: Workload) -> ChunkSchedule:
     schedule = make_schedule(ports, workload)
     return limit_relay_staging(schedule, workload, len(problem.topology.host_of_rank), problem.staging_bytes)
 
@@ -104,7 +104,7 @@ def _schedule_parts(
     problem: PlanProblem, parts: Sequence[ProblemPart], near_first: bool, keeps_partners: bool
 ) -> Transfers:
     """The transfers of all parts; parts with equal workloads have one schedule."""
-    known: dict[object, Schedule] = {}
+    known: dict[object, ChunkSchedule] = {}
     schedules, boxes = [], []
     for part in parts:
         workload, pieces = make_workload(part.problem, part.host_classes)
@@ -269,7 +269,7 @@ def _snap_rates(rates: list[float]) -> dict[float, float]:
     return snapped
 
 
-def _to_transfers(problem: PlanProblem, boxes: Boxes, schedule: Schedule) -> Transfers:
+def _to_transfers(problem: PlanProblem, boxes: Boxes, schedule: ChunkSchedule) -> Transfers:
     host = problem.topology.host_by_rank
     return Transfers.unchecked(
         box_at=boxes.at,
