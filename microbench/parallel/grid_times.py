@@ -46,7 +46,7 @@ GRIDS = "1,16,1:depth,row,col 4,4,1:depth,row,col 2,2,4:depth,row,col 2,2,4:col,
 
 
 @dataclass(frozen=True)
-class Setting:
+class GridSetting:
     """One grid, how its ranks are arranged, and what is timed on it."""
 
     shape: GridShape
@@ -59,13 +59,13 @@ class Setting:
         return array.transpose([self.order.index(axis) for axis in AXES])
 
     @classmethod
-    def parse(cls, text: str) -> Setting:
+    def parse(cls, text: str) -> GridSetting:
         """A setting from ``rows,cols,depth:axes``."""
         shape, _, order = text.partition(":")
         return cls(GridShape.parse(shape), tuple(order.split(",")) if order else AXES)
 
 
-def bound_seconds(setting: Setting, topology: Topology, tokens: int, hidden: int, keep_inputs: bool) -> float:
+def bound_seconds(setting: GridSetting, topology: Topology, tokens: int, hidden: int, keep_inputs: bool) -> float:
     """The minimum time in which the NICs, and the ranks inside hosts, pass what a step moves. Nothing overlaps sums."""
     shape = setting.shape
     axis_costs = {axis: find_axis_cost(topology, setting.ranks(), number) for number, axis in enumerate(AXES)}
@@ -124,7 +124,7 @@ class DTensorStack:
 def time_settings(
     rank: int,
     report: Callable[[Any], None],
-    settings: list[Setting],
+    settings: list[GridSetting],
     tokens: int,
     hidden: int,
     repeats: int,
@@ -185,7 +185,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print a table of medians, bounds and ratios."""
-    settings = [Setting.parse(text) for text in options.grids.split()]
+    settings = [GridSetting.parse(text) for text in options.grids.split()]
     sizes = {setting.shape.size for setting in settings}
     if len(sizes) > 1 or max(sizes) % options.hosts:
         raise BenchmarkOptionError(
@@ -209,7 +209,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _print_table(
-    settings: list[Setting],
+    settings: list[GridSetting],
     seconds: dict[tuple[int, str], list[tuple[float, float]]],
     bounds: list[float],
     tokens: int,
@@ -239,5 +239,5 @@ def _median(values: Iterable[float]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _size(setting: Setting, axis: str) -> int:
+def _size(setting: GridSetting, axis: str) -> int:
     return {"depth": setting.shape.depth, "row": setting.shape.rows, "col": setting.shape.cols}[axis]
