@@ -41,7 +41,7 @@ RATIOS = {"gpt": 0.3, "u_transformer": 1.5}
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingSetting:
     """A model on stages, with real or timed computation. All methods run on it, and one table compares them.
 
     Attributes:
@@ -64,7 +64,7 @@ class Setting:
         return f"{self.model}, {self.workload.pp} stages of {devices} devices, {kind}"
 
 
-def settings(model: str) -> dict[str, Setting]:
+def settings(model: str) -> dict[str, TrainingSetting]:
     """The settings of a model, by name."""
     if model == "gpt":
         batch = 8 * NUM_MICROBATCHES
@@ -80,13 +80,13 @@ def settings(model: str) -> dict[str, Setting]:
         few = UTransformerConfig(8, num_heads=2, groups=4)
         real = Workload(few, 4 * NUM_MICROBATCHES, NUM_MICROBATCHES, "1x1,1x1", (9, 4))
     return {
-        "timed 2": Setting(model, timed, True, RATIOS[model]),
-        "timed 4": Setting(model, four, True, RATIOS[model]),
-        "real 2": Setting(model, real, False, RATIOS[model]),
+        "timed 2": TrainingSetting(model, timed, True, RATIOS[model]),
+        "timed 4": TrainingSetting(model, four, True, RATIOS[model]),
+        "real 2": TrainingSetting(model, real, False, RATIOS[model]),
     }
 
 
-def make_topology(setting: Setting, rate: float | str) -> Topology:
+def make_topology(setting: TrainingSetting, rate: float | str) -> Topology:
     """One host per stage, with the devices of the stage and one NIC."""
     meshes = setting.workload.meshes()
     hosts = [{"devices": len(mesh.ranks), "nics": [rate]} for mesh in meshes]
@@ -94,7 +94,7 @@ def make_topology(setting: Setting, rate: float | str) -> Topology:
 
 
 def make_pipeline(
-    setting: Setting,
+    setting: TrainingSetting,
     costs: list[tuple[float, ...]],
     topology: Topology,
     strategy: str | None,
@@ -141,7 +141,7 @@ def busiest_seconds(edges: list[Edge]) -> float:
     return max(busy.values())
 
 
-def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> dict[str, Any]:
+def run_setting(setting: TrainingSetting, repeats: int, log: Callable[[str], None]) -> dict[str, Any]:
     """Measure all methods of a setting in turns. Returns the record of the results."""
     calibration = _calibrate(setting, log)
     rate, costs = calibration.rate, calibration.costs
@@ -247,7 +247,7 @@ class _Calibration:
     blocked: float
 
 
-def _calibrate(setting: Setting, log: Callable[[str], None]) -> _Calibration:
+def _calibrate(setting: TrainingSetting, log: Callable[[str], None]) -> _Calibration:
     """Measure the stages without communication. Choose sleep times or the link rate to match the setting's ratio."""
     meshes = setting.workload.meshes()
 
