@@ -29,7 +29,7 @@ from reshard.runtime.rounds.memory import (
     RoundStreams,
 )
 from reshard.runtime.rounds.schedule import Round, rounds_of
-from reshard.runtime.rounds.steps import EXTRA, ArrayKind, MessageBytes, Packed, Step, aligned
+from reshard.runtime.rounds.steps import EXTRA, ArrayKind, CompiledRound, MessageBytes, Packed, aligned
 from reshard.runtime.strided_regions import MAX_UNIT, box_regions, make_tables
 
 #: Lists of steps without tables that are kept, for arrays of different kinds.
@@ -91,7 +91,7 @@ class RoundRunner:
         self._index = {recv.id: index for index, recv in enumerate(program.recvs)}
         self._half_bytes = max(map(self._scratch_bytes, self.rounds), default=0)
         self._relay_offsets, self._relay_bytes = self._allocate_relays()
-        self._steps: dict[tuple[ArrayKind | None, ...], tuple[Step, ...]] = {}
+        self._steps: dict[tuple[ArrayKind | None, ...], tuple[CompiledRound, ...]] = {}
         self._storage: Array | None = None
         self.table_bytes = 0
         self.num_halves = 1
@@ -287,7 +287,7 @@ class RoundRunner:
                 offsets[index], total = at, max(total, at + size)
         return offsets, total
 
-    def _find_steps(self, kinds: tuple[ArrayKind | None, ...]) -> tuple[Step, ...]:
+    def _find_steps(self, kinds: tuple[ArrayKind | None, ...]) -> tuple[CompiledRound, ...]:
         if kinds not in self._steps:
             self._steps[kinds] = self._make_steps(kinds)
             # tables are kept, since kernels under way or captured may read them
@@ -296,8 +296,8 @@ class RoundRunner:
                 del self._steps[item]
         return self._steps[kinds]
 
-    def _make_steps(self, kinds: Sequence[ArrayKind | None]) -> tuple[Step, ...]:
-        steps: list[Step] = []
+    def _make_steps(self, kinds: Sequence[ArrayKind | None]) -> tuple[CompiledRound, ...]:
+        steps: list[CompiledRound] = []
         unpacked_in: dict[int, int] = {}  # index of a receive -> the step that unpacks it
         for number, item in enumerate(self.rounds):
             slots = _Slots(number % self.num_halves * self._half_bytes)
@@ -340,7 +340,7 @@ class RoundRunner:
             ]
             sides = [self._split(packed, kinds) for packed in (to_pack, to_unpack)]
             steps.append(
-                Step(
+                CompiledRound(
                     tuple(recvs), tuple(sends), tuple(broadcasts), *sides[0], *sides[1], after_unpack, slots.extra_bytes
                 )
             )

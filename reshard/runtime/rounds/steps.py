@@ -61,7 +61,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Step:
+class CompiledRound:
     """One round. Tables are copied in one launch each, views box by box.
 
     Attributes:
