@@ -16,7 +16,7 @@ from reshard.errors import ArgumentError
 from ..ir.schedule import Schedule
 from ..runtime.data_parallel import is_fsdp, plain_parameters
 from ..runtime.engine import Engine, ending_calls
-from ..runtime.executor import StageTotals, Step, StepInputs
+from ..runtime.executor import RankStepResult, StageTotals, StepInputs
 from ..runtime.grad_sync import restore_gradients, stash_gradients
 from ..runtime.local_tensors import is_dtensor
 from ..schedules.classic import zb_h1
@@ -363,7 +363,7 @@ class PipelineEngine:
         scale: float = 1.0,
         schedule: Schedule | None = None,
         is_measured: bool = False,
-    ) -> tuple[list[Step], int]:
+    ) -> tuple[list[RankStepResult], int]:
         """Run all parts of a batch. Returns the result of each part, and the number of samples of the batch."""
         tensors, outline = self._feeder.agree(batch, accumulate, is_local, is_measured=is_measured)
         graph = self._planner.graph(outline)
@@ -388,7 +388,7 @@ class PipelineEngine:
             steps.append(self._engine.run(program, inputs))
         return steps, outline.num_samples
 
-    def _exchange_totals(self, steps: Sequence[Step], num_samples: int, finite: bool) -> Totals:
+    def _exchange_totals(self, steps: Sequence[RankStepResult], num_samples: int, finite: bool) -> Totals:
         """The totals of all parts over all ranks. If several ranks have the same loss, only one of them counts."""
         own: list[Any] = []
         if self._rank in ranks_with_own_loss(self._planner.mesh_of(self._rank)):

@@ -59,7 +59,7 @@ from .engine_arguments import (
     find_replica_ranks,
     read_loss_weights,
 )
-from .executor import EngineState, Iteration, Program, Step, StepInputs
+from .executor import EngineState, Iteration, Program, RankStepResult, StepInputs
 from .grad_sync import ReplicaSync, wait_for_root_cause
 from .gradient_passes import GradientPasses
 from .observe import gather_timeline, gather_values, name_action
@@ -238,7 +238,7 @@ class Engine:
         return program.in_ready_order() if self._options.order == "ready" else program
 
     @_ending_step
-    def step(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
+    def step(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> RankStepResult:
         """Run one iteration: forward and backward of every microbatch, then gradient sums over replicas.
 
         Args:
@@ -255,7 +255,7 @@ class Engine:
         return step
 
     @_ending_step
-    def evaluate(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
+    def evaluate(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> RankStepResult:
         """Run the forward of every microbatch without gradients. Arguments and errors are those of :meth:`step`.
 
         The engine does not change the mode of the modules: call ``module.eval()`` first if it matters.
@@ -269,7 +269,7 @@ class Engine:
         fed = {stage: feed.get(stage, ({},) * num) for stage in self._stages}
         return StepInputs(fed, read_loss_weights(loss_weights, num, self._last_weight), train=train)
 
-    def run(self, program: Program, inputs: StepInputs | Callable[[], StepInputs]) -> Step:
+    def run(self, program: Program, inputs: StepInputs | Callable[[], StepInputs]) -> RankStepResult:
         """Run one iteration of a program, the same on all ranks.
 
         Args:

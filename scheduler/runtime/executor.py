@@ -64,7 +64,7 @@ class StageTotals:
 
 
 @dataclass(frozen=True)
-class Step:
+class RankStepResult:
     """The result of one iteration on one rank.
 
     Attributes:
@@ -204,7 +204,7 @@ class Iteration:
         self.observe = find_observer(state.rank)
         self.doing: Action | None = None
 
-    def run(self) -> Step:
+    def run(self) -> RankStepResult:
         """Run the iteration. Raises what a module raises, or a ReshardError if another rank failed."""
         begun = time.monotonic()
         to_sum = [parameter for replicas in self.state.replicas for parameter in replicas.parameters()]
@@ -253,7 +253,7 @@ class Iteration:
             totals[stage].add(weight, None if stage_loss is None else float(stage_loss), values)
             for name, value in values.items():
                 metrics[name] = metrics.get(name, 0.0) + (weight * value if weight else 0.0)
-        return Step(losses, loss, metrics, totals, time.monotonic() - begun, self.measured.waited_seconds)
+        return RankStepResult(losses, loss, metrics, totals, time.monotonic() - begun, self.measured.waited_seconds)
 
     def find_places_of_sums(self) -> dict[int, int]:
         """``{stage: index}`` of the actions before which sums of gradients over replicas start in this step.
