@@ -12,7 +12,7 @@ from torch import nn
 from reshard.scheduler import Pipeline, Schedule
 from reshard.scheduler.ir.actions import Kind, StageChannel
 from reshard.scheduler.runtime.rank_actions import Computation, Port, compile_actions
-from reshard.scheduler.runtime.ready_order import Order, ReadyPlan, ReadyQueue, Turn
+from reshard.scheduler.runtime.ready_order import NextComputation, Order, ReadyPlan, ReadyQueue
 
 #: Time of a message on this machine. At 0, no message would come after the rank that takes it has become idle.
 MESSAGE_SECONDS = 5e-4
@@ -46,7 +46,7 @@ class _Rank:
         )
         self._now, self._num_done = 0.0, 0
         self.arrivals: dict[tuple[StageChannel, int], float] = {}
-        self.doing: Turn | None = None
+        self.doing: NextComputation | None = None
         self.until = 0.0
 
     def _has_arrived(self, port: Port) -> bool:
@@ -57,8 +57,8 @@ class _Rank:
         self._now = now
         if self._num_done == len(self._plan.computations):
             return False
-        turn = self._queue.find_turn() if self._order == "ready" else Turn(self._num_done, 0, is_moved=False)
-        if not isinstance(turn, Turn):
+        turn = self._queue.find_turn() if self._order == "ready" else NextComputation(self._num_done, 0, is_moved=False)
+        if not isinstance(turn, NextComputation):
             return False
         item = self._plan.computations[turn.place]
         if not all(map(self._has_arrived, item.inputs)):

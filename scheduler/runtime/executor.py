@@ -32,7 +32,7 @@ from .gradient_passes import GradientPasses
 from .observe import StepRecord, TransferRecord, find_observer
 from .p2p import PendingTransfer, StageTransfers
 from .rank_actions import Computation, RankActions, Transfer, compile_actions, find_sum_places, only_forwards
-from .ready_order import ArrivalWait, ReadyPlan, ReadyQueue, RecvWindows, Turn
+from .ready_order import ArrivalWait, NextComputation, ReadyPlan, ReadyQueue, RecvWindows
 from .stage import StageRun, Tensors
 from .tied_params import TiedParameters
 from .warm_up import warm_up
@@ -373,7 +373,7 @@ class Iteration:
                 transfer.wait()
             self.measured.note(action, begun, begun)
 
-    def compute(self, item: Computation, since: Any, turn: Turn | None = None) -> None:
+    def compute(self, item: Computation, since: Any, turn: NextComputation | None = None) -> None:
         """Wait for the inputs of a computation, then run it.
 
         Args:

@@ -167,7 +167,7 @@ def _order_recvs(
     return orders
 
 
-class Turn(NamedTuple):
+class NextComputation(NamedTuple):
     """The computation to run next.
 
     Attributes:
@@ -208,17 +208,17 @@ class ReadyQueue:
         self._in_use = 0.0
         self._done: set[tuple[Kind, int, int]] = set()
 
-    def __iter__(self) -> Iterator[Turn]:
+    def __iter__(self) -> Iterator[NextComputation]:
         """The computations, each of which the caller runs before it asks for the next one."""
         while self._undone:
             turn = self.find_turn()
-            while not isinstance(turn, Turn):
+            while not isinstance(turn, NextComputation):
                 self._wait(turn)
                 turn = self.find_turn()
             yield turn
             self.end(turn)
 
-    def find_turn(self) -> Turn | list[Port]:
+    def find_turn(self) -> NextComputation | list[Port]:
         """The computation that comes first in the plan and has its inputs; or inputs, if one of them must come first.
 
         If only one computation may run, it is returned even if it lacks inputs.
@@ -233,11 +233,11 @@ class ReadyQueue:
         for index, number in heads:
             lacks = [port for port in self._plan.computations[index].inputs if not self._has_arrived(port)]
             if not lacks or len(heads) == 1:
-                return Turn(index, number, self._is_moved(index, number))
+                return NextComputation(index, number, self._is_moved(index, number))
             missing += lacks
         return missing
 
-    def end(self, turn: Turn) -> None:
+    def end(self, turn: NextComputation) -> None:
         """Note that a computation has run."""
         action = self._plan.computations[turn.place].action
         self._done.add((action.kind, action.stage, action.microbatch))
