@@ -37,7 +37,7 @@ RETRY_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Turn:
+class Contender:
     """One contender of a row.
 
     Attributes:
@@ -56,7 +56,7 @@ class BenchmarkJob:
 
     key: str
     tensors: tuple[TensorSpec, ...]
-    turns: tuple[Turn, ...]
+    turns: tuple[Contender, ...]
     spare_seconds: float = RETRY_SECONDS
 
 
@@ -162,7 +162,9 @@ def _run_job(
     return results
 
 
-def _make(turn: Turn, job: BenchmarkJob, rank: int, sources: Sequence[Any], outs: Sequence[Any]) -> Callable[[], None]:
+def _make(
+    turn: Contender, job: BenchmarkJob, rank: int, sources: Sequence[Any], outs: Sequence[Any]
+) -> Callable[[], None]:
     if turn.plan is not None:
         return make_ours(turn.plan, rank, sources, outs)
     return PEERS[turn.name](job.tensors, rank, sources, outs)
