@@ -20,7 +20,7 @@ from reshard.coordination.topology_discovery import find_topology
 from reshard.cost import find_bound
 from reshard.errors import ArgumentError
 from reshard.planner import MIN_STAGING_BYTES, predict
-from reshard.runtime.torch_compat import Unstack
+from reshard.runtime.torch_compat import CopyToMany
 from reshard.sharding import check_integer
 from reshard.timeouts import check_timeout
 from reshard.topology import Topology, topology_from_json, topology_to_json
@@ -91,7 +91,7 @@ class ReceiveBuffers:
     """
 
     arrays: dict[str, torch.Tensor]
-    copies: list[tuple[Unstack, torch.Tensor]]
+    copies: list[tuple[CopyToMany, torch.Tensor]]
     shards: list[torch.Tensor]
 
     def finish(self) -> None:
@@ -112,12 +112,12 @@ class _Viewed:
 
     arrays: dict[str, torch.Tensor]
     views: list[list[torch.Tensor]]
-    _unstacks: dict[int, Unstack] = field(default_factory=dict)
+    _unstacks: dict[int, CopyToMany] = field(default_factory=dict)
 
-    def unstack(self, number: int) -> Unstack:
+    def unstack(self, number: int) -> CopyToMany:
         """The copy of a tensor to its parts."""
         if number not in self._unstacks:
-            self._unstacks[number] = Unstack(self.views[number])
+            self._unstacks[number] = CopyToMany(self.views[number])
         return self._unstacks[number]
 
 
