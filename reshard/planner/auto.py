@@ -25,7 +25,7 @@ from reshard.planner.multicast.strategy import (
     schedule_chunks,
     without_slow_holders,
 )
-from reshard.planner.multicast.workload import Workload
+from reshard.planner.multicast.workload import ChunkWorkload
 from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.branch_and_bound import SEARCH_STEPS, search_briefly, search_work
 from reshard.planner.strategies.chunking import routes_to_transfers
@@ -276,7 +276,7 @@ class _Choice:
         return rotate_hosts(self.problem, self.floors.host_classes, ports_of(self.problem))
 
     @cached_property
-    def prepared(self) -> tuple[Workload, Pieces]:
+    def prepared(self) -> tuple[ChunkWorkload, Pieces]:
         """The workload of multicast and its pieces."""
         return make_workload(self.problem, self.floors.host_classes)
 

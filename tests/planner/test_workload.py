@@ -19,7 +19,7 @@ from reshard.plan.transfers import Transfers
 from reshard.planner import auto
 from reshard.planner.estimates import Floors
 from reshard.planner.multicast.strategy import make_workload, multicast
-from reshard.planner.multicast.workload import Workload
+from reshard.planner.multicast.workload import ChunkWorkload
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.direct import send_recv
@@ -110,15 +110,15 @@ def test_workload_counts_steps_and_by_default_messages_inside_hosts_are_free():
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
     workload, _ = make_workload(PlanProblem.of([spec], Topology((0, 1, 2, 3))))
     assert workload.num_steps == len(workload.host_class_of) * 3 * (4 + 1 + 3)
-    needed = [name for name, field in Workload.__dataclass_fields__.items() if field.default is MISSING]
-    plain = Workload(**{name: getattr(workload, name) for name in needed})
+    needed = [name for name, field in ChunkWorkload.__dataclass_fields__.items() if field.default is MISSING]
+    plain = ChunkWorkload(**{name: getattr(workload, name) for name in needed})
     assert (plain.max_lead, plain.inside_each, plain.inside_per_byte) == (1, 0, 0)  # messages inside hosts are free
     assert not plain.near_first and not plain.keeps_partners
 
 
 @pytest.mark.parametrize("steps", [2 * 10**9, 25 * 10**8])
 def test_regions_are_broadcast_above_the_step_limit(steps, monkeypatch):
-    monkeypatch.setattr(Workload, "num_steps", steps)
+    monkeypatch.setattr(ChunkWorkload, "num_steps", steps)
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0, 1])), Layout(Mesh([2, 3])))
     problem = PlanProblem.of([spec], Topology((0, 1, 2, 3)))
     assert isinstance(multicast(problem), Routes if steps > 2 * 10**9 else Transfers)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from reshard.planner.multicast.workload import UNITS, Ports, Workload
+from reshard.planner.multicast.workload import UNITS, ChunkWorkload, Ports
 from tests.reference.bipartite_matching import find_pairs
 from tests.reference.chunk_state import ChunkState
 from tests.reference.proportional_fairness import share_ports
@@ -117,7 +117,7 @@ class ChunkScheduler:
         workload: the chunks to schedule.
     """
 
-    def __init__(self, ports: Ports, workload: Workload) -> None:
+    def __init__(self, ports: Ports, workload: ChunkWorkload) -> None:
         self.ports = ports
         self.chunk_state = ChunkState(ports, workload)
         self.used = [port for port, ranks in enumerate(ports.ranks) if ranks]

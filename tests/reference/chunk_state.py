@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.planner.multicast.workload import Ports, Workload, rows_of
+from reshard.planner.multicast.workload import ChunkWorkload, Ports, rows_of
 
 
 class ChunkState:
@@ -18,7 +18,7 @@ class ChunkState:
         source: the send that brought the chunk, by (chunk, host).
     """
 
-    def __init__(self, ports: Ports, workload: Workload) -> None:
+    def __init__(self, ports: Ports, workload: ChunkWorkload) -> None:
         self.ports, self.near_first = ports, workload.near_first
         num_hosts, num_pods, num_chunks = max(ports.host) + 1, len(ports.up), len(workload.host_class_of)
         self.size = workload.host_class_size[workload.host_class_of].tolist()
@@ -69,7 +69,7 @@ class ChunkState:
         if len(having) == 1:
             self.to_leave[min(having)] += size * len(lacking)
 
-    def _place_ranks(self, workload: Workload) -> None:
+    def _place_ranks(self, workload: ChunkWorkload) -> None:
         of_rank = self.ports.of_rank
         having, needing = rows_of(workload.class_holders), rows_of(workload.class_receivers)
         for chunk, k in enumerate(workload.piece_class[workload.piece_at[:-1]].tolist()):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from reshard.planner.multicast.workload import Ports, Workload, rows_of
+from reshard.planner.multicast.workload import ChunkWorkload, Ports, rows_of
 from tests.reference.chunk_scheduler import ChunkSends
 
 
-def send_in_circles(ports: Ports, workload: Workload) -> ChunkSends:
+def send_in_circles(ports: Ports, workload: ChunkWorkload) -> ChunkSends:
     """In slot i, port r receives from port ``r - skip[i mod q]``: the next new chunk, or the highest one it lacks."""
     holders, receivers = rows_of(workload.host_class_holders), rows_of(workload.host_class_receivers)
     chunks = [chunk for chunk, k in enumerate(workload.host_class_of.tolist()) if receivers[k]]

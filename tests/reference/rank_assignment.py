@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from reshard.planner.multicast.host_classes import LONGEST_CHAIN
-from reshard.planner.multicast.workload import Ports, Workload, rows_of
+from reshard.planner.multicast.workload import ChunkWorkload, Ports, rows_of
 from tests.reference.chunk_scheduler import ChunkSends
 
 #: Limit on pieces that a rank stages for other ranks. A rank that dropped a piece too early receives it again.
@@ -56,7 +56,7 @@ class RankAssignment:
     piece from the receiver. The pieces of a chunk are sent one after another.
     """
 
-    def __init__(self, ports: Ports, workload: Workload, chunk_sends: ChunkSends) -> None:
+    def __init__(self, ports: Ports, workload: ChunkWorkload, chunk_sends: ChunkSends) -> None:
         self.ports, self.workload, self.chunk_sends = ports, workload, chunk_sends
         self.host_of = [ports.host[port] if port >= 0 else -1 for port in ports.of_rank]
         self.holders = [self.by_host(ranks) for ranks in rows_of(workload.class_holders)]

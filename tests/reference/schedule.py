@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from reshard.planner.multicast.native_schedule import ChunkSchedule, put_in_order
-from reshard.planner.multicast.workload import Ports, Workload
+from reshard.planner.multicast.workload import ChunkWorkload, Ports
 from tests.reference.chunk_scheduler import ChunkScheduler
 from tests.reference.circulant_broadcast import send_in_circles
 from tests.reference.linearization import linearize
@@ -13,7 +13,7 @@ from tests.reference.pod_chunk_scheduler import PodChunkScheduler
 from tests.reference.rank_assignment import RankAssignment
 
 
-def schedule_python(ports: Ports, workload: Workload) -> ChunkSchedule:
+def schedule_python(ports: Ports, workload: ChunkWorkload) -> ChunkSchedule:
     """See :func:`reshard.planner.multicast.native_schedule.make_schedule`."""
     if workload.is_broadcast:
         chunk_sends = send_in_circles(ports, workload)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from reshard import _native
-from reshard.planner.multicast.workload import Ports, Workload
+from reshard.planner.multicast.workload import ChunkWorkload, Ports
 from reshard.ragged import ranges
 
 
@@ -74,7 +74,7 @@ def interleave(schedules: Sequence[ChunkSchedule], num_pieces: Sequence[int]) ->
     return put_in_order(schedule, np.argsort(joined["share"], kind="stable"))
 
 
-def make_schedule(ports: Ports, workload: Workload) -> ChunkSchedule:
+def make_schedule(ports: Ports, workload: ChunkWorkload) -> ChunkSchedule:
     """Schedule all pieces of a workload: senders, receivers, and an order without deadlocks.
 
     Raises:

@@ -15,7 +15,7 @@ from reshard.planner.multicast.native_schedule import ChunkSchedule, interleave,
 from reshard.planner.multicast.parts import MAX_TOGETHER, ProblemPart, split_by_ports
 from reshard.planner.multicast.relay_limits import limit_relay_staging
 from reshard.planner.multicast.rotation import rotate_hosts
-from reshard.planner.multicast.workload import UNITS, Ports, Workload
+from reshard.planner.multicast.workload import UNITS, ChunkWorkload, Ports
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW
 from reshard.planner.strategies.problem import PlanProblem
@@ -24,7 +24,8 @@ from reshard.ragged import NO_RANK
 
 #: Largest size of a chunk that needs no packing. On fast links, latencies would dominate the time of smaller chunks.
 LARGEST_CHUNK_BYTES = 32 * 2**20
-#: Value of :attr:`Workload.max_lead` if one rank can serve its port alone: ranks that take turns wait for each other.
+#: Value of :attr:`ChunkWorkload.max_lead` if one rank can serve its port alone: ranks that take turns wait for each
+#: other.
 _UNLIMITED_LEAD = 2**20
 #: Rates that differ by less than this fraction count as equal, so that transfers end together.
 _RATE_TOLERANCE = 0.04
@@ -71,14 +72,14 @@ def schedule_chunks(
     problem: PlanProblem,
     near_first: bool = False,
     keeps_partners: bool = False,
-    prepared: tuple[Workload, Pieces] | None = None,
+    prepared: tuple[ChunkWorkload, Pieces] | None = None,
     max_together: int = MAX_TOGETHER,
 ) -> Routes | Transfers:
     """Like :func:`multicast`, without its special cases.
 
     Args:
         problem: the problem.
-        near_first, keeps_partners: see :class:`Workload`.
+        near_first, keeps_partners: see :class:`ChunkWorkload`.
         prepared: the result of :func:`make_workload` for ``problem``, if known.
         max_together: see :func:`split_by_ports`.
     """
@@ -95,7 +96,7 @@ def schedule_chunks(
     return _to_transfers(problem, pieces.boxes, _schedule(problem, ports, workload))
 
 
-def _schedule(problem: PlanProblem, ports: Ports, workload: Workload) -> ChunkSchedule:
+def _schedule(problem: PlanProblem, ports: Ports, workload: ChunkWorkload) -> ChunkSchedule:
     schedule = make_schedule(ports, workload)
     return limit_relay_staging(schedule, workload, len(problem.topology.host_of_rank), problem.staging_bytes)
 
@@ -157,7 +158,7 @@ def without_slow_holders(problem: PlanProblem) -> PlanProblem | None:
     return replace(problem, holders=np.where(slow, NO_RANK, problem.holders)) if slow.any() else None
 
 
-def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None) -> tuple[Workload, Pieces]:
+def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None) -> tuple[ChunkWorkload, Pieces]:
     """The workload of a problem and its pieces; ``host_classes`` are those of the problem, if known.
 
     Raises:
@@ -181,7 +182,7 @@ def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None)
     )
     step = float((host_classes.nbytes / counts / relative_size)[host_classes.moves].max(initial=0.0)) / fastest
     pieces = cut_pieces(problem, host_classes.classes, host_classes.host_class, counts, host_classes.moves)
-    workload = Workload(
+    workload = ChunkWorkload(
         host_class_holders=host_classes.holders,
         host_class_receivers=host_classes.destinations,
         host_class_size=np.maximum(np.round(relative_size * UNITS), 1).astype(np.int64),

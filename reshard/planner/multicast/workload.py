@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard.planner.multicast.host_classes import RaggedRows
 
-#: Size of a chunk between the fastest ports, in the unit of :attr:`Workload.host_class_size`.
+#: Size of a chunk between the fastest ports, in the unit of :attr:`ChunkWorkload.host_class_size`.
 UNITS = 1024
 
 
@@ -56,7 +56,7 @@ class Ports:
 
 
 @dataclass(frozen=True, eq=False)
-class Workload:
+class ChunkWorkload:
     """The chunks to schedule.
 
     A class is a set of regions with the same holder and receiver ranks. A host class is a set of classes with the same
