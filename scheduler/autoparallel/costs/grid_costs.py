@@ -20,7 +20,7 @@ from ..inputs.choices import Choice, ChoiceRules, GridShape
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import LayerTimes
 from .collective_costs import StagePlace
-from .layer_costs import LayerCost, Workload, device_seconds_of_zero_3, overlapped_seconds
+from .layer_costs import LayerCost, LayerCostInputs, device_seconds_of_zero_3, overlapped_seconds
 
 #: Limit on the grids that a search considers, for each number of ranks and each ZeRO stage.
 MAX_GRIDS = 2
@@ -35,7 +35,7 @@ def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
     return None
 
 
-def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: Workload) -> LayerCost:
+def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostInputs) -> LayerCost:
     """The cost of a layer on a grid for one microbatch. See :func:`~.costs.layer_cost`.
 
     Computation takes the busiest rank's share of the profiled time of one rank. Communication takes the time that
@@ -110,7 +110,7 @@ class _GridStateCosts(NamedTuple):
     is_encoded: bool = False
 
 
-def _price_grid_states(params: float, choice: Choice, place: StagePlace, work: Workload) -> _GridStateCosts:
+def _price_grid_states(params: float, choice: Choice, place: StagePlace, work: LayerCostInputs) -> _GridStateCosts:
     """What a rank keeps of the states of ``params`` parameters, and the collectives of ZeRO over the depth of a grid.
 
     The twin in :mod:`.layer_costs` is for layers without a grid.
@@ -159,7 +159,7 @@ def _share(sizes: LayerSizes, grid: GridShape) -> float:
 
 
 def _best_price(
-    sizes: LayerSizes, grid: GridShape, place: StagePlace, layer_times: LayerTimes, own: float, work: Workload
+    sizes: LayerSizes, grid: GridShape, place: StagePlace, layer_times: LayerTimes, own: float, work: LayerCostInputs
 ) -> LayerPrice:
     """The price of a layer, with encoded products if they are faster or must be encoded."""
     rows, cols, depth = grid
@@ -175,7 +175,7 @@ def _best_price(
     return encoded if not work.codec_costs.is_optional or _exposed(encoded) < _exposed(price) else price
 
 
-def _itemsize(work: Workload) -> int:
+def _itemsize(work: LayerCostInputs) -> int:
     return ITEMSIZE[dtype_name(work.profile.dtype)]
 
 
@@ -212,7 +212,7 @@ def best_grids(
     shapes: Sequence[GridShape],
     rules: ChoiceRules,
     plain: Sequence[Choice],
-    work: Workload,
+    work: LayerCostInputs,
     cost: Callable[[int, Choice], LayerCost],
 ) -> tuple[Choice, ...]:
     """Of all grids of a stage, the fastest ones.
