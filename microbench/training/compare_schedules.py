@@ -25,7 +25,7 @@ from microbench.harness.steal_time import merge_laps
 from microbench.harness.suite import MAX_DEVIATION
 from microbench.training.methods import BASELINE, METHODS, OURS, SIGNAL
 from microbench.training.worker import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
-from microbench.training.workload import Workload
+from microbench.training.workload import TrainingWorkload
 from reshard.cli.progress import print_line, track
 from reshard.scheduler import Edge, Pipeline, Stage, simulate_schedule, to_chrome_trace
 from reshard.scheduler.costs import price_edge
@@ -51,7 +51,7 @@ class TrainingSetting:
     """
 
     model: str
-    workload: Workload
+    workload: TrainingWorkload
     is_timed: bool
     ratio: float
     rate: str = "1 Gbit/s"
@@ -69,16 +69,16 @@ def settings(model: str) -> dict[str, TrainingSetting]:
     if model == "gpt":
         batch = 8 * NUM_MICROBATCHES
         gpt = GPTConfig(4, 4, 64, sequence=256, vocabulary=256, is_tied=False)
-        timed = Workload(gpt, batch, NUM_MICROBATCHES, "2x2,2x2", (2, 2))
+        timed = TrainingWorkload(gpt, batch, NUM_MICROBATCHES, "2x2,2x2", (2, 2))
         four = replace(timed, stages="2x1,2x1,2x1,2x1", layers=(1, 1, 1, 1))
         narrow = GPTConfig(8, 4, 32, sequence=128, vocabulary=256, is_tied=False)
-        real = Workload(narrow, 2 * batch, NUM_MICROBATCHES, "1x1,1x1", (4, 4))
+        real = TrainingWorkload(narrow, 2 * batch, NUM_MICROBATCHES, "1x1,1x1", (4, 4))
     else:
         batch = 64 * NUM_MICROBATCHES
-        timed = Workload(UTransformerConfig(8, groups=4), batch, NUM_MICROBATCHES, "2x1,2x1", (8, 5))
+        timed = TrainingWorkload(UTransformerConfig(8, groups=4), batch, NUM_MICROBATCHES, "2x1,2x1", (8, 5))
         four = replace(timed, stages="2x1,2x1,2x1,2x1", layers=(3, 3, 4, 3))
         few = UTransformerConfig(8, num_heads=2, groups=4)
-        real = Workload(few, 4 * NUM_MICROBATCHES, NUM_MICROBATCHES, "1x1,1x1", (9, 4))
+        real = TrainingWorkload(few, 4 * NUM_MICROBATCHES, NUM_MICROBATCHES, "1x1,1x1", (9, 4))
     return {
         "timed 2": TrainingSetting(model, timed, True, RATIOS[model]),
         "timed 4": TrainingSetting(model, four, True, RATIOS[model]),

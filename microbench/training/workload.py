@@ -18,7 +18,7 @@ from reshard.scheduler.training.models.presets import GPTConfig, UTransformerCon
 
 
 @dataclass(frozen=True)
-class Workload:
+class TrainingWorkload:
     """A model, its division into stages, and the size of its batches.
 
     Attributes:
@@ -87,7 +87,7 @@ class Workload:
 
 
 @functools.cache
-def _find_graph(workload: Workload) -> tuple[StageGraph, BatchOutline]:
+def _find_graph(workload: TrainingWorkload) -> tuple[StageGraph, BatchOutline]:
     """The tensors that stages exchange, and the names and shapes of the tensors of a batch."""
     pipe = workload._pipe()
     outline = outline_batch(workload._loader().batch(0))
