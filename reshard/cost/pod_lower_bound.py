@@ -12,7 +12,7 @@ from reshard.plan import HostRates
 from reshard.topology import Port
 
 
-class _Rows:
+class _ConstraintRows:
     """Rows of a linear program in coordinate form, and their right-hand sides."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _Program:
         self.leaving: dict[int, list[int]] = defaultdict(list)
         self.up: dict[int, list[int]] = defaultdict(list)
         self.down: dict[int, list[int]] = defaultdict(list)
-        self._equal, self._least = _Rows(), _Rows()
+        self._equal, self._least = _ConstraintRows(), _ConstraintRows()
 
     def add_class(self, holders: Sequence[int], destinations: Sequence[int], nbytes: float) -> None:
         """Add the variables of a class, and the rows that make it reach its destinations."""
