@@ -98,7 +98,7 @@ def auto_schedule(
         raise ArgumentError(f"can_split is {brief(can_split)}; it must be True or False")
     pp_ranks = check_placement(pipeline, pp_rank_of_stage)
     limits = None if memory_limit_bytes is None else check_limits(memory_limit_bytes, max(pp_ranks) + 1)
-    search = _Search(pipeline, num_microbatches, pp_ranks, can_split, limits)
+    search = _AllLevels(pipeline, num_microbatches, pp_ranks, can_split, limits)
     schedule = search.run()
     if schedule is None:
         assert limits is not None
@@ -113,7 +113,7 @@ def _limit_text(limits: tuple[float, ...]) -> str:
     return f"{limits[0]:,}" if len(set(limits)) == 1 else brief(list(limits))
 
 
-class _Search:
+class _AllLevels:
     """A search at levels of memory that depend on the pipeline only, not on the limit.
 
     The search of a level uses no result of another level. The levels within a larger limit include the levels within a
@@ -234,7 +234,7 @@ class _LevelSearch:
     """The search within one limit of each pp rank."""
 
     def __init__(
-        self, search: _Search, limits: tuple[float, ...], known: Sequence[SimulatedOrder], bound_seconds: float
+        self, search: _AllLevels, limits: tuple[float, ...], known: Sequence[SimulatedOrder], bound_seconds: float
     ) -> None:
         self.search, self.limits, self.known = search, limits, known
         self.enough_seconds = bound_seconds * (1 + _SAME)
