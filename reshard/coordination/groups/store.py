@@ -48,7 +48,7 @@ class ForeignValueError(RuntimeError):
     """The store has a value that no rank of the group writes."""
 
 
-class _Worker:
+class _StoreThread:
     """Makes store calls one at a time on its own thread. Keeps the store alive until closed."""
 
     def __init__(self, raw: dist.Store) -> None:
@@ -125,8 +125,8 @@ class Store:
     the timeout of one call.
     """
 
-    def __init__(self, raw: dist.Store, worker: _Worker | None = None, prefix: str = "") -> None:
-        self._worker = _Worker(raw) if worker is None else worker
+    def __init__(self, raw: dist.Store, worker: _StoreThread | None = None, prefix: str = "") -> None:
+        self._worker = _StoreThread(raw) if worker is None else worker
         self._prefix = prefix
 
     @property
