@@ -54,8 +54,8 @@ _open: weakref.WeakSet[EmulatedCluster] = weakref.WeakSet()
 def _limit_violation(topology: Topology) -> str | None:
     if topology.num_hosts > MAX_CLUSTER_HOSTS:
         return f"the topology has {topology.num_hosts} hosts, an emulated cluster at most {MAX_CLUSTER_HOSTS} hosts"
-    ports = [*topology.pods, *(nic for host in topology.hosts for nic in host.nics)]
-    rates = [rate for port in ports for rate in (port.egress_bytes_per_second, port.ingress_bytes_per_second)]
+    links = [*topology.pods, *(nic for host in topology.hosts for nic in host.nics)]
+    rates = [rate for link in links for rate in (link.egress_bytes_per_second, link.ingress_bytes_per_second)]
     if min(rates) < MIN_RATE or max(rates) > MAX_RATE:
         return (
             f"rates of emulated links must be {MIN_RATE:g} to {MAX_RATE:g} bytes per second, "

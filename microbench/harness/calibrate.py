@@ -31,7 +31,7 @@ from microbench.harness.worker import Stopwatch
 from reshard import Layout, Mesh, Mover, make_plan
 from reshard.planner import plan_tensors
 from reshard.sharding import TensorSpec
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 
 #: Duration and number of messages of a flow. The first ``WARMUP_MESSAGES`` arrivals do not count.
 TRAIN_SECONDS = 0.6
@@ -404,9 +404,9 @@ def _rates_of(topology: Topology) -> dict[PortName, float]:
     """The rate of each port, in bytes per second."""
     rate_of: dict[PortName, float] = {}
     for number in range(topology.num_hosts):
-        for nic, port in enumerate(topology.host(number).nics):
-            rate_of["egress", number, nic] = port.egress_bytes_per_second
-            rate_of["ingress", number, nic] = port.ingress_bytes_per_second
+        for nic, link in enumerate(topology.host(number).nics):
+            rate_of["egress", number, nic] = link.egress_bytes_per_second
+            rate_of["ingress", number, nic] = link.ingress_bytes_per_second
     for number, pod in enumerate(topology.pods):
         rate_of["up", number, 0], rate_of["down", number, 0] = pod.egress_bytes_per_second, pod.ingress_bytes_per_second
     return rate_of
@@ -418,7 +418,7 @@ def _with_rates(topology: Topology, rates: Mapping[PortName, float]) -> Topology
     hosts = []
     for number in range(topology.num_hosts):
         host = topology.host(number)
-        nics = (Port(known["egress", number, nic], known["ingress", number, nic]) for nic in range(len(host.nics)))
+        nics = (Link(known["egress", number, nic], known["ingress", number, nic]) for nic in range(len(host.nics)))
         hosts.append(Host(tuple(nics), host.pod))
-    pods = tuple(Port(known["up", number, 0], known["down", number, 0]) for number in range(len(topology.pods)))
+    pods = tuple(Link(known["up", number, 0], known["down", number, 0]) for number in range(len(topology.pods)))
     return replace(topology, hosts=tuple(hosts), pods=pods)

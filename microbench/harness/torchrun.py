@@ -18,7 +18,7 @@ from microbench.harness.suite import Planned, Record, compare_links, make_record
 from microbench.harness.worker import BenchmarkJob, run_jobs
 from reshard.cli.progress import show_progress
 from reshard.errors import TopologyError
-from reshard.topology import Host, Port, Topology, parse_rate, read_topology, topology_to_json
+from reshard.topology import Host, Link, Topology, parse_rate, read_topology, topology_to_json
 
 
 def _join_job(topology_file: Path | None, rate: str) -> tuple[int, Topology]:
@@ -33,7 +33,7 @@ def _join_job(topology_file: Path | None, rate: str) -> tuple[int, Topology]:
     if topology_file is None:
         names: list[Any] = [None] * size
         dist.all_gather_object(names, socket.gethostname())
-        hosts = (Host((Port.of(parse_rate(rate)),)),)
+        hosts = (Host((Link.of(parse_rate(rate)),)),)
         topology = Topology(Topology.from_hostnames(names).host_of_rank, hosts)
     else:
         topology = read_topology(topology_file)

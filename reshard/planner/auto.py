@@ -337,6 +337,6 @@ def _are_equal(one: Transfers, other: Transfers) -> bool:
 
 
 def _has_one_rate(topology: Topology) -> bool:
-    ports = (*(nic for host in topology.hosts for nic in host.nics), *topology.pods)
-    rates = {rate for port in ports for rate in (port.egress_bytes_per_second, port.ingress_bytes_per_second)}
+    links = (*(nic for host in topology.hosts for nic in host.nics), *topology.pods)
+    rates = {rate for link in links for rate in (link.egress_bytes_per_second, link.ingress_bytes_per_second)}
     return len(rates) == 1 and len({len(host.nics) for host in topology.hosts}) == 1

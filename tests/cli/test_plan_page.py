@@ -18,7 +18,7 @@ from reshard.cost import simulate
 from reshard.plan import HostBoxes
 from reshard.planner import make_plan, plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 from tests.goldens import make_pictures
 from tests.support.browser import WIDTHS, Browser, find_browser
 
@@ -35,8 +35,8 @@ def _plan(src_mesh, src, dst_mesh, dst, first=None, shape=(1024, 1024), topology
 
 def _in_pods(order):
     """Eight hosts of four ranks in three pods."""
-    hosts = tuple(Host((Port.of(1.25e9),), pod) for pod in order)
-    return Topology(tuple(rank // 4 for rank in range(32)), hosts, pods=(Port.of(1e9),) * 3)
+    hosts = tuple(Host((Link.of(1.25e9),), pod) for pod in order)
+    return Topology(tuple(rank // 4 for rank in range(32)), hosts, pods=(Link.of(1e9),) * 3)
 
 
 #: Plans of all kinds of drawings: columns and rings, of hosts and of groups, with and without pods.

@@ -28,7 +28,7 @@ from microbench.planner.scaling import ScalingCase, growth, time_case
 from microbench.transfers import hosts
 from reshard.codecs import BlockCodec
 from reshard.topology.files import read_topology, topology_from_json
-from reshard.topology.model import Port
+from reshard.topology.model import Link
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CLUSTERS.glob("*.json")))
@@ -69,9 +69,9 @@ def test_measured_rates_replace_described_rates():
         "start": 0.008,
     }
     measured = measured_topology(topology, found)
-    assert measured.host(1).nics[0] == Port(4e7, 5e7)
-    assert measured.host(0).nics[0] == Port.of(5e7)
-    assert measured.pods[1] == Port(5e7, 3e7)
+    assert measured.host(1).nics[0] == Link(4e7, 5e7)
+    assert measured.host(0).nics[0] == Link.of(5e7)
+    assert measured.pods[1] == Link(5e7, 3e7)
     assert measured.latency_seconds == 1e-4
     assert (measured.inside_bytes_per_second, measured.inside_total_bytes_per_second) == (1e9, 3e9)
     assert measured.start_seconds == 0.008

@@ -26,14 +26,14 @@ from reshard.planner.strategies.direct import send_recv
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Port
+from reshard.topology.model import Host, Link
 from tests.support.random_problems import random_problem
 
 
 def test_chain_enters_each_pod_once():
     """Hosts 0 to 5 are in pods 0, 1, 0, 1, 0, 1."""
-    hosts = tuple(Host((Port.of(1e9),), host % 2) for host in range(6))
-    topology = Topology(tuple(range(6)), hosts, pods=(Port.of(1e9),) * 2)
+    hosts = tuple(Host((Link.of(1e9),), host % 2) for host in range(6))
+    topology = Topology(tuple(range(6)), hosts, pods=(Link.of(1e9),) * 2)
     src, dst = Layout(Mesh.of(1, first_rank=2)), Layout(Mesh([0, 1, 3, 4, 5], {"x": 5}))
     plan = make_plan(src, dst, (2**20,), "float32", topology=topology, strategy="broadcast")
     edges = [*zip(plan.transfers.sender.tolist(), plan.transfers.receiver.tolist(), strict=True)]
@@ -160,7 +160,7 @@ def test_auto_skips_strategies_that_cannot_differ(monkeypatch):
         specs = [TensorSpec((64,), "int8", *layouts, str(index)) for index in range(num)]
         return PlanProblem.of(specs, Topology((0, 1, 2, 3), hosts, latency_seconds=1e-3))
 
-    slow, fast, two = (Host((Port.of(rate),) * n) for rate, n in ((1e8, 1), (1e9, 1), (1e9, 2)))
+    slow, fast, two = (Host((Link.of(rate),) * n) for rate, n in ((1e8, 1), (1e9, 1), (1e9, 2)))
     always = {"send_recv", "multicast", "broadcast_naive", "multicast_from_partners"}
     orders = {"broadcast_greedy", "broadcast_search"}
     gathers = {"local_all_gather", "global_all_gather"}

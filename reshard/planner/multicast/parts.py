@@ -16,7 +16,7 @@ from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.ragged import NO_RANK, distinct_values
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 
 #: Parts are used if their busiest port or uplink takes at most this factor of the time of the busiest one of the whole
 #: problem. An uplink passes whole sends, so its share is rounded down to a multiple of the rate of a port.
@@ -71,8 +71,8 @@ def split_by_ports(problem: PlanProblem, max_together: int = MAX_TOGETHER) -> li
     return []
 
 
-def _rates(port: Port) -> tuple[float, float]:
-    return port.egress_bytes_per_second, port.ingress_bytes_per_second
+def _rates(link: Link) -> tuple[float, float]:
+    return link.egress_bytes_per_second, link.ingress_bytes_per_second
 
 
 def _number_parts(classes: Classes, topology: Topology) -> tuple[np.ndarray, int]:
@@ -163,12 +163,12 @@ class _UplinkLoads:
             slowest = max(slowest, float((np.maximum(high, 0.0) / usable).max(initial=0.0)))
         return slowest
 
-    def shares(self, topology: Topology) -> Iterator[tuple[Port, ...]]:
+    def shares(self, topology: Topology) -> Iterator[tuple[Link, ...]]:
         """The uplinks of each part, in the pods where it has ranks."""
         sharing = np.maximum(self.is_there.sum(axis=0), 1)
         out, into = (rates / sharing for rates in _uplink_rates(topology))
         for is_there in self.is_there:
-            yield tuple(Port(float(out[pod]), float(into[pod])) for pod in np.flatnonzero(is_there))
+            yield tuple(Link(float(out[pod]), float(into[pod])) for pod in np.flatnonzero(is_there))
 
 
 def _uplink_rates(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
@@ -177,7 +177,7 @@ def _uplink_rates(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cut(
-    problem: PlanProblem, classes: Classes, part_of: np.ndarray, uplinks: Iterable[tuple[Port, ...]]
+    problem: PlanProblem, classes: Classes, part_of: np.ndarray, uplinks: Iterable[tuple[Link, ...]]
 ) -> Iterator[ProblemPart]:
     """The parts, each with the given uplinks of its pods."""
     task_part = np.repeat(part_of, np.diff(classes.task_at))
@@ -204,7 +204,7 @@ def _cut(
         yield ProblemPart(part, HostClasses.of(Classes.of(part), part.topology), ranks)
 
 
-def _topology_of(topology: Topology, ranks: np.ndarray, uplinks: tuple[Port, ...]) -> Topology:
+def _topology_of(topology: Topology, ranks: np.ndarray, uplinks: tuple[Link, ...]) -> Topology:
     """The part of a topology with these ranks, their NICs, hosts and pods, numbered from 0, and the given uplinks."""
     hosts, host_of = np.unique(topology.host_by_rank[ranks], return_inverse=True)
     pods = sorted({topology.host(h).pod or 0 for h in hosts.tolist()})

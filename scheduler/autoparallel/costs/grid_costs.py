@@ -14,7 +14,7 @@ from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.parallel.costs import AxisCost, find_axis_cost
 from reshard.parallel.grid.cuts import AXES
 from reshard.parallel.layer_price import GridLoad, LayerPrice, LayerSizes, price_layer
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 
 from ..inputs.choices import Choice, ChoiceRules, GridShape
 from ..inputs.layer_graph import Layer
@@ -189,11 +189,11 @@ def _axis_costs(place: StagePlace, grid: GridShape) -> Mapping[str, AxisCost]:
     rows, cols, depth = grid
     num_hosts = place.num_hosts
     hosts = [rank * num_hosts // place.num_ranks for rank in range(place.num_ranks)]
-    nics = (Port.of(place.nic_bytes_per_second or 1.0),)
+    nics = (Link.of(place.nic_bytes_per_second or 1.0),)
     topology = Topology(
         tuple(hosts),
         tuple(Host(nics, pod) for pod in place.pods) or (Host(nics),),
-        pods=tuple(map(Port.of, place.uplinks)),
+        pods=tuple(map(Link.of, place.uplinks)),
         inside_bytes_per_second=place.inside_bytes_per_second,
         inside_latency_seconds=place.inside_latency_seconds,
         latency_seconds=place.latency_seconds,
