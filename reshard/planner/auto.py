@@ -21,7 +21,7 @@ from reshard.planner.multicast.strategy import (
     multicast_from_partners,
     multicast_in_parts,
     multicast_near,
-    ports_of,
+    nics_of,
     schedule_chunks,
     without_slow_holders,
 )
@@ -273,7 +273,7 @@ class _Choice:
     @cached_property
     def rotated(self) -> Transfers | None:
         """Multicast in closed form; None if chunks must be scheduled."""
-        return rotate_hosts(self.problem, self.floors.host_classes, ports_of(self.problem))
+        return rotate_hosts(self.problem, self.floors.host_classes, nics_of(self.problem))
 
     @cached_property
     def prepared(self) -> tuple[ChunkWorkload, Pieces]:

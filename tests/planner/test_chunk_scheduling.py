@@ -14,7 +14,7 @@ from reshard.plan.messages import expand_messages
 from reshard.plan.transfers import Transfers
 from reshard.planner.multicast import strategy as multicast_module
 from reshard.planner.multicast.native_schedule import make_schedule
-from reshard.planner.multicast.strategy import make_workload, multicast, ports_of
+from reshard.planner.multicast.strategy import make_workload, multicast, nics_of
 from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
@@ -152,5 +152,5 @@ def test_chosen_pod_transfers_cannot_be_improved_by_an_exchange(monkeypatch):
         src, dst, shape, topology = random_problem(seed)
         if topology.pods:
             problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
-            schedule_python(ports_of(problem), make_workload(problem)[0])
+            schedule_python(nics_of(problem), make_workload(problem)[0])
     assert seen["rounds"] > 1000 and not seen["gains"]

@@ -20,7 +20,7 @@ from reshard.plan.text_writer import format_plan
 from reshard.planner.multicast.classes import Classes, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses
 from reshard.planner.multicast.native_schedule import make_schedule
-from reshard.planner.multicast.strategy import make_workload, multicast_from_fast, ports_of, without_slow_holders
+from reshard.planner.multicast.strategy import make_workload, multicast_from_fast, nics_of, without_slow_holders
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Host, Link
@@ -146,8 +146,8 @@ def test_native_and_reference_schedules_are_equal(case, nics, in_pods, rates, in
     copy.copy(plan.transfers)  # through the constructor, which checks ``after`` and ``source``
     problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
     workload = replace(make_workload(problem)[0], near_first=near_first, keeps_partners=partners)
-    ports = ports_of(problem)
-    native, reference = make_schedule(ports, workload), schedule_python(ports, workload)
+    nics = nics_of(problem)
+    native, reference = make_schedule(nics, workload), schedule_python(nics, workload)
     for name in native.__dataclass_fields__:
         assert (getattr(native, name) == getattr(reference, name)).all(), name
 

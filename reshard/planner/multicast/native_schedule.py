@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from reshard import _native
-from reshard.planner.multicast.workload import ChunkWorkload, Ports
+from reshard.planner.multicast.workload import ChunkWorkload, Nics
 from reshard.ragged import ranges
 
 
@@ -74,7 +74,7 @@ def interleave(schedules: Sequence[ChunkSchedule], num_pieces: Sequence[int]) ->
     return put_in_order(schedule, np.argsort(joined["share"], kind="stable"))
 
 
-def make_schedule(ports: Ports, workload: ChunkWorkload) -> ChunkSchedule:
+def make_schedule(nics: Nics, workload: ChunkWorkload) -> ChunkSchedule:
     """Schedule all pieces of a workload: senders, receivers, and an order without deadlocks.
 
     Raises:
@@ -88,8 +88,8 @@ def make_schedule(ports: Ports, workload: ChunkWorkload) -> ChunkSchedule:
         return np.array(values, dtype=np.float64)
 
     arrays = SimpleNamespace(
-        host=ints(ports.host), out=floats(ports.out), into=floats(ports.into), of_rank=ints(ports.of_rank),
-        pod=ints(ports.pod), up=floats(ports.up), down=floats(ports.down),
+        host=ints(nics.host), out=floats(nics.out), into=floats(nics.into), of_rank=ints(nics.of_rank),
+        pod=ints(nics.pod), up=floats(nics.up), down=floats(nics.down),
     )  # fmt: skip
     *columns, order = _native.make_schedule(arrays, workload)
     return put_in_order(ChunkSchedule(*columns), order)

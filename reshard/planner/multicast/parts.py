@@ -81,19 +81,19 @@ def _number_parts(classes: Classes, topology: Topology) -> tuple[np.ndarray, int
     Parts are numbered in the order of their first ports.
     """
     num_nics = max(len(host.nics) for host in topology.hosts)
-    port = topology.host_by_rank * num_nics + topology.nic_by_rank
-    senders, receivers = (port[table[table != NO_RANK]] for table in (classes.holders, classes.receivers))
+    nic = topology.host_by_rank * num_nics + topology.nic_by_rank
+    senders, receivers = (nic[table[table != NO_RANK]] for table in (classes.holders, classes.receivers))
     num_pairs = len(distinct_values(senders)) * len(distinct_values(receivers))
     ranks = np.concatenate([classes.holders, classes.receivers], axis=1)
     is_real = ranks != NO_RANK
     at = np.concatenate([[0], np.cumsum(is_real.sum(axis=1))])[:-1]
-    port = port[ranks[is_real]]
+    nic = nic[ranks[is_real]]
     row = np.repeat(np.arange(len(ranks)), is_real.sum(axis=1))
-    label = np.arange(port.max(initial=-1) + 1)
-    while len(port):  # each port takes the smallest label of its classes
-        smallest = np.minimum.reduceat(label[port], at)
+    label = np.arange(nic.max(initial=-1) + 1)
+    while len(nic):  # each port takes the smallest label of its classes
+        smallest = np.minimum.reduceat(label[nic], at)
         before = label.copy()
-        np.minimum.at(label, port, smallest[row])
+        np.minimum.at(label, nic, smallest[row])
         label = label[label]
         if (label == before).all():
             return np.unique(smallest, return_inverse=True)[1], num_pairs

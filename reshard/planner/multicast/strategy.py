@@ -15,7 +15,7 @@ from reshard.planner.multicast.native_schedule import ChunkSchedule, interleave,
 from reshard.planner.multicast.parts import MAX_TOGETHER, ProblemPart, split_by_ports
 from reshard.planner.multicast.relay_limits import limit_relay_staging
 from reshard.planner.multicast.rotation import rotate_hosts
-from reshard.planner.multicast.workload import UNITS, ChunkWorkload, Ports
+from reshard.planner.multicast.workload import UNITS, ChunkWorkload, Nics
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW
 from reshard.planner.strategies.problem import PlanProblem
@@ -24,7 +24,7 @@ from reshard.ragged import NO_RANK
 
 #: Largest size of a chunk that needs no packing. On fast links, latencies would dominate the time of smaller chunks.
 LARGEST_CHUNK_BYTES = 32 * 2**20
-#: Value of :attr:`ChunkWorkload.max_lead` if one rank can serve its port alone: ranks that take turns wait for each
+#: Value of :attr:`ChunkWorkload.max_lead` if one rank can serve its NIC alone: ranks that take turns wait for each
 #: other.
 _UNLIMITED_LEAD = 2**20
 #: Rates that differ by less than this fraction count as equal, so that transfers end together.
@@ -55,7 +55,7 @@ def multicast(problem: PlanProblem) -> Routes | Transfers:
     Raises:
         ArgumentError: the regions make too many chunks for one plan.
     """
-    rotated = rotate_hosts(problem, HostClasses.of(Classes.of(problem), problem.topology), ports_of(problem))
+    rotated = rotate_hosts(problem, HostClasses.of(Classes.of(problem), problem.topology), nics_of(problem))
     if rotated is not None:
         return rotated
     if has_many_hosts(problem):
@@ -86,18 +86,18 @@ def schedule_chunks(
     if parts := split_by_ports(problem, max_together):
         return _schedule_parts(problem, parts, near_first, keeps_partners)
     workload, pieces = prepared or make_workload(problem)
-    ports = ports_of(problem)
-    is_plain = ports.have_equal_rates and not ports.have_multi_port_hosts and not ports.pod
+    nics = nics_of(problem)
+    is_plain = nics.have_equal_rates and not nics.have_multi_nic_hosts and not nics.pod
     if workload.num_steps > _MAX_MATCHED and workload.has_one_holder and is_plain:
         workload = replace(workload, is_broadcast=True)
     elif workload.num_steps > _MAX_STEPS:
         return broadcast_in_rotation(problem)
     workload = replace(workload, near_first=near_first, keeps_partners=keeps_partners)
-    return _to_transfers(problem, pieces.boxes, _schedule(problem, ports, workload))
+    return _to_transfers(problem, pieces.boxes, _schedule(problem, nics, workload))
 
 
-def _schedule(problem: PlanProblem, ports: Ports, workload: ChunkWorkload) -> ChunkSchedule:
-    schedule = make_schedule(ports, workload)
+def _schedule(problem: PlanProblem, nics: Nics, workload: ChunkWorkload) -> ChunkSchedule:
+    schedule = make_schedule(nics, workload)
     return limit_relay_staging(schedule, workload, len(problem.topology.host_of_rank), problem.staging_bytes)
 
 
@@ -110,10 +110,10 @@ def _schedule_parts(
     for part in parts:
         workload, pieces = make_workload(part.problem, part.host_classes)
         workload = replace(workload, near_first=near_first, keeps_partners=keeps_partners)
-        ports = ports_of(part.problem, range(len(part.ranks)))
-        key = ports, workload.key
+        nics = nics_of(part.problem, range(len(part.ranks)))
+        key = nics, workload.key
         if key not in known:
-            known[key] = _schedule(part.problem, ports, workload)
+            known[key] = _schedule(part.problem, nics, workload)
         made = known[key]
         schedules.append(replace(made, sender=part.ranks[made.sender], receiver=part.ranks[made.receiver]))
         boxes.append(pieces.boxes)
@@ -221,8 +221,8 @@ def _largest_chunks(problem: PlanProblem, host_classes: HostClasses) -> np.ndarr
     )
 
 
-def ports_of(problem: PlanProblem, ranks: Collection[int] | None = None) -> Ports:
-    """One port per NIC. Rates are relative to the largest, and nearly equal rates are made equal.
+def nics_of(problem: PlanProblem, ranks: Collection[int] | None = None) -> Nics:
+    """The NICs that ranks use. Rates are relative to the largest, and nearly equal rates are made equal.
 
     Args:
         problem: the problem.
@@ -244,7 +244,7 @@ def ports_of(problem: PlanProblem, ranks: Collection[int] | None = None) -> Port
     up = [pod.egress_bytes_per_second for pod in topology.pods]
     down = [pod.ingress_bytes_per_second for pod in topology.pods]
     snapped = _snap_rates([*out, *into, *up, *down])
-    return Ports(
+    return Nics(
         host=tuple(host),
         out=tuple(snapped[rate] for rate in out),
         into=tuple(snapped[rate] for rate in into),
