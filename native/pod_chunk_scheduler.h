@@ -275,8 +275,8 @@ class PodChunkScheduler final : public ChunkScheduler {
         for (const int64_t s : senders)
             left.emplace_back(out_[s].number, to_give_[s]);
         for (size_t q = 0; q < up_.size(); ++q) {
-            left.emplace_back(down_[q].number, static_cast<double>(chunk_state_.to_enter(q)) / UNITS / down_[q].rate);
-            left.emplace_back(up_[q].number, static_cast<double>(chunk_state_.to_leave(q)) / UNITS / up_[q].rate);
+            left.emplace_back(down_[q].number, static_cast<double>(chunk_state_.to_enter(q)) / CHUNK_UNITS / down_[q].rate);
+            left.emplace_back(up_[q].number, static_cast<double>(chunk_state_.to_leave(q)) / CHUNK_UNITS / up_[q].rate);
         }
         double most = 0;
         for (const auto &[number, load] : left)
@@ -292,7 +292,7 @@ class PodChunkScheduler final : public ChunkScheduler {
         bool started = false;
         for (const int64_t r : receivers) {
             const int64_t q = nics_.pod[nics_.host[r]];
-            if (static_cast<double>(chunk_state_.to_enter(q)) / UNITS / down_[q].rate + 1 > to_get_[r])
+            if (static_cast<double>(chunk_state_.to_enter(q)) / CHUNK_UNITS / down_[q].rate + 1 > to_get_[r])
                 continue;
             for (const int64_t s : senders)
                 if (nics_.pod[nics_.host[s]] != q && rate(s, r) > 0 && start(s, r, true)) {

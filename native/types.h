@@ -19,7 +19,7 @@ using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Floats = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 constexpr double NO_RATE = 1e-9; // rates up to this count as 0
-constexpr double UNITS = 1024;   // size of a chunk that a NIC of rate 1 sends in one clock step
+constexpr double CHUNK_UNITS = 1024; // size of a chunk that a NIC of rate 1 sends in one clock step
 
 // Rows of integers: row k is values[at[k]:at[k + 1]].
 class Members {

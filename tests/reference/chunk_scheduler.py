@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from reshard.planner.multicast.workload import UNITS, ChunkWorkload, Nics
+from reshard.planner.multicast.workload import CHUNK_UNITS, ChunkWorkload, Nics
 from tests.reference.bipartite_matching import find_pairs
 from tests.reference.chunk_state import ChunkState
 from tests.reference.proportional_fairness import share_ports
@@ -170,8 +170,8 @@ class ChunkScheduler:
         if not senders or not receivers:
             return False
         # time that the host of each port still needs to receive or to send
-        to_get = {p: chunk_state.to_get[host[p]] / UNITS / self.host_into[host[p]] for p in receivers}
-        to_give = {p: chunk_state.to_give[host[p]] / UNITS / self.host_out[host[p]] for p in senders}
+        to_get = {p: chunk_state.to_get[host[p]] / CHUNK_UNITS / self.host_into[host[p]] for p in receivers}
+        to_give = {p: chunk_state.to_give[host[p]] / CHUNK_UNITS / self.host_out[host[p]] for p in senders}
         receivers.sort(key=lambda p: (-to_get[p], -into[p].rate, p))
         senders.sort(key=lambda p: (-to_give[p], -out[p].rate, p))
         return self.pair(senders, receivers, to_get, to_give)
@@ -221,11 +221,11 @@ class ChunkScheduler:
     def would_be_late(self, s: int, r: int) -> bool:
         """Whether a transfer takes longer than its receiver's remaining work, and a faster port could do it instead."""
         host = self.nics.host
-        rate, left = self.rate(s, r), self.chunk_state.to_get[host[r]] / UNITS / self.host_into[host[r]]
+        rate, left = self.rate(s, r), self.chunk_state.to_get[host[r]] / CHUNK_UNITS / self.host_into[host[r]]
         if self.nics.have_equal_rates or self.may_be_late or rate * left >= 1:
             return False
         chunk = self.chunk_state.choose(s, r)
-        if self.chunk_state.size[chunk] / UNITS <= rate * left:
+        if self.chunk_state.size[chunk] / CHUNK_UNITS <= rate * left:
             return False
         if any(host[p] == host[r] and self.into[p].rate > self.into[r].rate for p in self.used):
             return True
@@ -257,7 +257,7 @@ class ChunkScheduler:
         for port in self.path(s, r):
             order.update(dict.fromkeys(port.reserve(rate, s)))
         chunk_send = self.chunk_sends.add(chunk, s, r, source, list(order), self.now)
-        self.flows.append(_Flow(s, r, chunk, rate, chunk_send, self.chunk_state.size[chunk] / UNITS))
+        self.flows.append(_Flow(s, r, chunk, rate, chunk_send, self.chunk_state.size[chunk] / CHUNK_UNITS))
         return True
 
     # Time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reshard.planner.multicast.workload import UNITS
+from reshard.planner.multicast.workload import CHUNK_UNITS
 from tests.reference.chunk_scheduler import ChunkScheduler
 
 _PASSES = 8
@@ -89,10 +89,10 @@ class PodChunkScheduler(ChunkScheduler):
             **{self.into[r].number: load for r, load in to_get.items()},
             **{self.out[s].number: load for s, load in to_give.items()},
             **{
-                down.number: load / UNITS / down.rate
+                down.number: load / CHUNK_UNITS / down.rate
                 for down, load in zip(self.down, self.chunk_state.to_enter, strict=True)
             },
-            **{up.number: load / UNITS / up.rate for up, load in zip(self.up, self.chunk_state.to_leave, strict=True)},
+            **{up.number: load / CHUNK_UNITS / up.rate for up, load in zip(self.up, self.chunk_state.to_leave, strict=True)},
         }
         most = max(left.values())
         worth = {}
@@ -148,7 +148,7 @@ class PodChunkScheduler(ChunkScheduler):
         host, pod = self.nics.host, self.nics.pod
         for r in receivers:
             q = pod[host[r]]
-            if self.chunk_state.to_enter[q] / UNITS / self.down[q].rate + 1 > to_get[r]:
+            if self.chunk_state.to_enter[q] / CHUNK_UNITS / self.down[q].rate + 1 > to_get[r]:
                 continue
             for s in senders:
                 if pod[host[s]] != q and self.rate(s, r) > 0 and self.start(s, r, may_enter_again=True):

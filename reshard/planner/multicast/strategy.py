@@ -15,7 +15,7 @@ from reshard.planner.multicast.native_schedule import ChunkSchedule, interleave,
 from reshard.planner.multicast.parts import MAX_TOGETHER, ProblemPart, split_by_ports
 from reshard.planner.multicast.relay_limits import limit_relay_staging
 from reshard.planner.multicast.rotation import rotate_hosts
-from reshard.planner.multicast.workload import UNITS, ChunkWorkload, Nics
+from reshard.planner.multicast.workload import CHUNK_UNITS, ChunkWorkload, Nics
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW
 from reshard.planner.strategies.problem import PlanProblem
@@ -185,7 +185,7 @@ def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None)
     workload = ChunkWorkload(
         host_class_holders=host_classes.holders,
         host_class_receivers=host_classes.destinations,
-        host_class_size=np.maximum(np.round(relative_size * UNITS), 1).astype(np.int64),
+        host_class_size=np.maximum(np.round(relative_size * CHUNK_UNITS), 1).astype(np.int64),
         host_class_of=pieces.host_class_of,
         class_holders=members_of(host_classes.classes.holders),
         class_receivers=members_of(host_classes.classes.receivers),

@@ -11,7 +11,7 @@ import numpy as np
 from reshard.planner.multicast.host_classes import RaggedRows
 
 #: Size of a chunk between the fastest NICs, in the unit of :attr:`ChunkWorkload.host_class_size`.
-UNITS = 1024
+CHUNK_UNITS = 1024
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class ChunkWorkload:
     holder and destination hosts. Hosts exchange chunks of host classes. Ranks exchange pieces: the part of a chunk that
     belongs to one class. All :data:`RaggedRows` are ``(at, values)``: row k is ``values[at[k]:at[k + 1]]``.
 
-    A clock step is the time that a NIC of rate 1 needs for a chunk of size :data:`UNITS`.
+    A clock step is the time that a NIC of rate 1 needs for a chunk of size :data:`CHUNK_UNITS`.
 
     Attributes:
         host_class_holders, host_class_receivers: holder and destination hosts of each host class.
-        host_class_size: ``(host_classes,)`` chunk size; it is :data:`UNITS` between the fastest NICs.
+        host_class_size: ``(host_classes,)`` chunk size; it is :data:`CHUNK_UNITS` between the fastest NICs.
         host_class_of: ``(chunks,)`` host class of each chunk.
         class_holders, class_receivers: holder and receiver ranks of each class.
         piece_at: chunk i has pieces ``piece_at[i]:piece_at[i + 1]``.
