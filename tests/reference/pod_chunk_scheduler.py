@@ -92,7 +92,10 @@ class PodChunkScheduler(ChunkScheduler):
                 down.number: load / CHUNK_UNITS / down.rate
                 for down, load in zip(self.down, self.chunk_state.to_enter, strict=True)
             },
-            **{up.number: load / CHUNK_UNITS / up.rate for up, load in zip(self.up, self.chunk_state.to_leave, strict=True)},
+            **{
+                up.number: load / CHUNK_UNITS / up.rate
+                for up, load in zip(self.up, self.chunk_state.to_leave, strict=True)
+            },
         }
         most = max(left.values())
         worth = {}

@@ -23,7 +23,7 @@ from reshard.planner.strategies.routes import Routes
 from reshard.ragged import NO_RANK
 
 #: Largest size of a chunk that needs no packing. On fast links, latencies would dominate the time of smaller chunks.
-LARGEST_CHUNK_BYTES = 32 * 2**20
+MAX_MULTICAST_CHUNK_BYTES = 32 * 2**20
 #: Value of :attr:`ChunkWorkload.max_lead` if one rank can serve its NIC alone: ranks that take turns wait for each
 #: other.
 _UNLIMITED_LEAD = 2**20
@@ -215,7 +215,7 @@ def _largest_chunks(problem: PlanProblem, host_classes: HostClasses) -> np.ndarr
     is_plain = ~problem.is_strided[lead] & (np.diff(host_classes.classes.task_at) == 1)
     is_plain &= problem.nbytes[lead] // rows * MIN_SLICES <= packed
     return (
-        np.where(np.logical_and.reduceat(is_plain, host_classes.first_class), LARGEST_CHUNK_BYTES, largest)
+        np.where(np.logical_and.reduceat(is_plain, host_classes.first_class), MAX_MULTICAST_CHUNK_BYTES, largest)
         if len(host_classes)
         else largest
     )
