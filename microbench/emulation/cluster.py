@@ -31,7 +31,7 @@ from microbench.emulation.links import port_name
 from microbench.emulation.namespaces import why_unsupported
 from microbench.emulation.processes import SET_UP_SECONDS, run_and_exit, run_cluster
 from reshard.errors import ReshardError
-from reshard.testing.processes import GRACE_SECONDS, collect_results
+from reshard.testing.processes import PROCESS_GRACE_SECONDS, collect_results
 from reshard.topology import Topology
 
 #: Time for ranks to exit after all of them returned a result.
@@ -121,7 +121,7 @@ class EmulatedCluster:
         function: Callable[..., Any],
         *args: Any,
         timeout_seconds: float = 120.0,
-        grace_seconds: float = GRACE_SECONDS,
+        grace_seconds: float = PROCESS_GRACE_SECONDS,
         on_report: Callable[[int, Any], None] | None = None,
         environment: dict[str, str] | None = None,
     ) -> list[Any]:

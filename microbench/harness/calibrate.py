@@ -47,7 +47,7 @@ MAX_REPEATS = 8
 INSIDE_TENSORS, INSIDE_SIDE = 24, 2048
 INSIDE_REPEATS = 5
 #: Longest time that a measurement waits for steal time to end, and the timeout of the whole measurement.
-RETRY_SECONDS = 60.0
+CALIBRATION_RETRY_SECONDS = 60.0
 MEASURE_SECONDS = 600.0
 #: Number of transfers whose median is the start-up time.
 START_REPEATS = 9
@@ -173,7 +173,7 @@ def measure_links(rank: int, report: Callable[[Any], None], topology: Topology) 
         ``"start"``: seconds of a minimal transfer; ``"latency"``, ``"inside_latency"``: seconds of a message, or None.
     """
     rates: dict[PortName, float] = {}
-    retries = RetryBudget(RETRY_SECONDS)
+    retries = RetryBudget(CALIBRATION_RETRY_SECONDS)
     for tests in plan_tests(topology):
         runs: list[tuple[float, list[float]]] = []
         while len(runs) < MAX_REPEATS and sum(stolen <= MAX_STEAL_SHARE for stolen, _ in runs) < MIN_QUIET_REPEATS:

@@ -15,7 +15,7 @@ from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.steal_time import TimeBudget
-from microbench.harness.worker import RETRY_SECONDS, BenchmarkJob, Contender, run_jobs
+from microbench.harness.worker import ROW_RETRY_SECONDS, BenchmarkJob, Contender, run_jobs
 from microbench.peers.base import are_replicated
 from microbench.peers.registry import PEERS
 from reshard.cost import find_bound, simulate
@@ -175,7 +175,7 @@ def run_cluster(
 
         for item in planned:  # new processes per row: even unused Gloo groups wake up a hundred times a second
             job = BenchmarkJob(item.key, item.row.tensors, item.turns, budget.spare_seconds(item.expected_seconds))
-            limit = 120.0 + 2 * RETRY_SECONDS + 8 * item.expected_seconds
+            limit = 120.0 + 2 * ROW_RETRY_SECONDS + 8 * item.expected_seconds
             cluster.run(run_jobs, [job], timeout_seconds=limit, on_report=on_report)
         advance(0.0, f"{name}: measuring links")
         after = measure_cluster(cluster, expected)

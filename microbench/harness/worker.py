@@ -33,7 +33,7 @@ from reshard.sharding import TensorSpec
 #: Delay between the agreement on a start time and the start. All ranks must receive the time within it.
 SETTLE_SECONDS = 0.02
 #: Maximum time that a row spends on repeated turns and on waiting until steal time ends.
-RETRY_SECONDS = 30.0
+ROW_RETRY_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class BenchmarkJob:
     key: str
     tensors: tuple[TensorSpec, ...]
     turns: tuple[Contender, ...]
-    spare_seconds: float = RETRY_SECONDS
+    spare_seconds: float = ROW_RETRY_SECONDS
 
 
 class Stopwatch:
@@ -122,7 +122,7 @@ def _run_job(
     expected = [shard_of_positions(spec.dst, rank, spec.shape, spec.dtype) for spec in job.tensors]
     outs = [None if shard is None else torch.zeros_like(shard) for shard in expected]
     results: dict[str, dict[str, Any]] = {}
-    retries = RetryBudget(min(job.spare_seconds, RETRY_SECONDS))
+    retries = RetryBudget(min(job.spare_seconds, ROW_RETRY_SECONDS))
     may_repeat = torch.tensor([not retries.is_spent])
     contenders: dict[str, Callable[[], None]] = {}
     for number in range(MAX_TRIES * max(turn.repeats for turn in job.turns) + 1):

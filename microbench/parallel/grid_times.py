@@ -40,7 +40,7 @@ from reshard.parallel.products.multiply import Product
 from reshard.topology import Topology
 
 #: Of a collective.
-TIMEOUT_SECONDS = 300
+COLLECTIVE_TIMEOUT_SECONDS = 300
 #: Rows, columns, depth, and axes from the slowest to the fastest over consecutive ranks.
 GRIDS = "1,16,1:depth,row,col 4,4,1:depth,row,col 2,2,4:depth,row,col 2,2,4:col,depth,row"
 
@@ -139,7 +139,7 @@ def time_settings(
     sizes = transformer_linears(hidden)
     variants: dict[tuple[int, str], Callable[[], None]] = {}
     for number, setting in enumerate(settings):
-        mesh = make_device_mesh(torch.tensor(setting.ranks()), AXES, "cpu", TIMEOUT_SECONDS)
+        mesh = make_device_mesh(torch.tensor(setting.ranks()), AXES, "cpu", COLLECTIVE_TIMEOUT_SECONDS)
         grid = Grid(mesh)
         stack = LinearStack(grid, sizes, tokens, max(1, PANEL_WIDTH // 8), keep_inputs)
         whole = LinearStack(grid, sizes, tokens, 10**9, keep_inputs)

@@ -15,7 +15,7 @@ from reshard.scheduler.runtime.rank_actions import ChannelEnd, Computation, comp
 from reshard.scheduler.runtime.ready_order import NextComputation, Order, ReadyPlan, ReadyQueue
 
 #: Time of a message on this machine. At 0, no message would come after the rank that takes it has become idle.
-MESSAGE_SECONDS = 5e-4
+CLOCK_MESSAGE_SECONDS = 5e-4
 
 
 class _Rank:
@@ -111,7 +111,7 @@ def simulate_step(schedule: Schedule, pipeline: Pipeline, costs: Mapping[int, An
             item = rank.end()
             for end in item.outputs:
                 receiver = schedule.pp_rank_of_stage[end.other]
-                at = now if end.is_local else now + MESSAGE_SECONDS
+                at = now if end.is_local else now + CLOCK_MESSAGE_SECONDS
                 ranks[receiver].arrivals[end.channel, item.action.microbatch] = at
                 heapq.heappush(events, (at, receiver))
         if rank.doing is None and rank.begin(now, costs):

@@ -29,7 +29,7 @@ MEASURED_STEPS = 3
 #: A method runs at most ``MAX_TRIES * Training.repeats`` iterations.
 MAX_TRIES = 2
 #: Limit on all waits of a run for the machine to become quiet.
-RETRY_SECONDS = 300.0
+RUN_RETRY_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def train_in_turns(rank: int, report: Callable[[Any], None], training: Training)
     groups = [dist.new_group(stage.mesh.ranks) for stage in training.pipeline.stages if stage.mesh is not None]
     engines = {method.name: _make_engine(rank, training, method, groups) for method in training.methods}
     laps = {method.name: Laps(training.repeats, MAX_TRIES) for method in training.methods}
-    retries = RetryBudget(RETRY_SECONDS)
+    retries = RetryBudget(RUN_RETRY_SECONDS)
     timelines: dict[str, PipelineTimeline] = {}
     losses: dict[str, float | None] = {}
     squares: dict[str, float] = {}

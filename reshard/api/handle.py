@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from reshard.api.lossless.transfer import LosslessReport
-from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Channel, Monitor, keep_exceptions_local
+from reshard.coordination import NCCL_ROOT_CAUSE_GRACE_SECONDS, Channel, Monitor, keep_exceptions_local
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
 from reshard.forks import call_at_exit, call_in_child
 from reshard.formatting import describe_ranks
@@ -430,7 +430,7 @@ class StreamWatch(Watch):
         """
         now = time.monotonic()
         self._broken_at = now if self._broken_at is None else self._broken_at
-        if now >= min(self._broken_at + NCCL_ROOT_CAUSE_SECONDS, self._deadline):
+        if now >= min(self._broken_at + NCCL_ROOT_CAUSE_GRACE_SECONDS, self._deadline):
             self.stop(self.channel.fail(self.generation, error))
 
     def block(self, timeout_seconds: float | None) -> None:

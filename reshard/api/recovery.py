@@ -43,7 +43,7 @@ from reshard.runtime.cpu.encoded_shards import encoded_array
 from reshard.runtime.cpu.progress import Tally
 
 #: How long ranks wait for each other's outcome after the time limit of the transfer.
-OUTCOME_SECONDS = 0.5
+RECOVERY_OUTCOME_GRACE_SECONDS = 0.5
 
 
 class Recovery:
@@ -93,7 +93,7 @@ class Recovery:
             error: the error that ended this rank's part of the transfer, or None.
             tally: progress of this rank's part.
             deadline: value of ``time.monotonic()``; a rank that has not reported by then, or within
-                ``OUTCOME_SECONDS`` of this call if that is later, counts as lost.
+                ``RECOVERY_OUTCOME_GRACE_SECONDS`` of this call if that is later, counts as lost.
 
         Raises:
             RankLostError: ranks are lost, and either no surviving rank holds some missing data, or recovery is not
@@ -139,7 +139,7 @@ class Recovery:
             purpose = f"waits for {self._name}{f', attempt {self._attempt}' if self._attempt > 1 else ''}"
             request = RoundRequest(self._group.rank, payload=outcome, purpose=purpose)
             decide = functools.partial(_gather_outcomes, channel)
-            seconds = max(deadline - time.monotonic(), OUTCOME_SECONDS)
+            seconds = max(deadline - time.monotonic(), RECOVERY_OUTCOME_GRACE_SECONDS)
             _, decision = channel.agree(request, decide, seconds, fault_tolerant=True)
             if not decision.lost:
                 return decision.payloads
@@ -160,7 +160,7 @@ class Recovery:
     def _run_attempt(self) -> tuple[ReshardError | None, Tally, float]:
         """Execute this rank's part of the current plan. Return its error, progress and deadline for outcomes."""
         # One timeout for the agreement on the plan, and one for its transfer.
-        deadline = time.monotonic() + 2 * self.timeout_seconds + OUTCOME_SECONDS
+        deadline = time.monotonic() + 2 * self.timeout_seconds + RECOVERY_OUTCOME_GRACE_SECONDS
         tally = Tally()
         if self._group.rank not in self._plan.ranks:
             return None, tally, deadline
@@ -195,7 +195,7 @@ class FaultTolerantHandle(ConfirmedHandle):
     def __init__(self, inner: Handle, recovery: Recovery, finish: Callable[[], Any]) -> None:
         super().__init__(inner, finish)
         self._recovery = recovery
-        self._deadline = time.monotonic() + recovery.timeout_seconds + OUTCOME_SECONDS
+        self._deadline = time.monotonic() + recovery.timeout_seconds + RECOVERY_OUTCOME_GRACE_SECONDS
         self._completing = threading.RLock()
         self._is_complete = False
 

@@ -11,7 +11,7 @@ import torch
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.arrays.memory_in_use import note_use
 from reshard.api.handle import StreamHandle, StreamWatch
-from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Monitor
+from reshard.coordination import NCCL_ROOT_CAUSE_GRACE_SECONDS, Monitor
 from reshard.runtime.cpu.staging import carrier
 from reshard.runtime.cuda.encoded_shards import DeviceDecodedTarget
 from reshard.runtime.cuda.nccl_library import NcclError
@@ -69,7 +69,7 @@ class StreamedTransfers:
                 Monitor.of(channel.group).forget(watch)
                 raise
             if isinstance(error, NcclError):
-                watch.done.wait(NCCL_ROOT_CAUSE_SECONDS)
+                watch.done.wait(NCCL_ROOT_CAUSE_GRACE_SECONDS)
             known = channel.fail(self._generation, error)
             watch.stop(known)
             if not isinstance(error, Exception):

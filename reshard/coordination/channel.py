@@ -45,9 +45,9 @@ from reshard.runtime.transport.connections import Connections, GlooTransport
 #: Timeout for publishing an error.
 REPORT_SECONDS = 1.0
 #: Grace period after a broken connection for another rank to report the root cause.
-ROOT_CAUSE_SECONDS = 0.6
+GLOO_ROOT_CAUSE_GRACE_SECONDS = 0.6
 #: Grace period of a rank whose connections over NCCL broke. It cannot say which rank is gone.
-NCCL_ROOT_CAUSE_SECONDS = 2.0
+NCCL_ROOT_CAUSE_GRACE_SECONDS = 2.0
 #: Maximum number of cached plans per channel.
 MAX_CACHED = 32
 
@@ -213,7 +213,7 @@ class Channel:
         losers = {loser}
         with contextlib.suppress(RuntimeError):  # the store may be lost
             self._store.set(f"broken/{generation}/{loser}", str(lost))
-        if wait(ROOT_CAUSE_SECONDS):
+        if wait(GLOO_ROOT_CAUSE_GRACE_SECONDS):
             return error
         with contextlib.suppress(RuntimeError):
             while lost not in losers and self._store.check([f"broken/{generation}/{lost}"]):
@@ -284,8 +284,10 @@ class Channel:
 def _root_cause_seconds(error: Exception) -> float:
     """How long another rank may take to report why it closed its connections, after this error while ranks connect."""
     if isinstance(error, NcclError):
-        return NCCL_ROOT_CAUSE_SECONDS
-    return ROOT_CAUSE_SECONDS if "gloo/transport/" in str(error) else 0.0  # the file of Gloo that raised the error
+        return NCCL_ROOT_CAUSE_GRACE_SECONDS
+    return (
+        GLOO_ROOT_CAUSE_GRACE_SECONDS if "gloo/transport/" in str(error) else 0.0
+    )  # the file of Gloo that raised the error
 
 
 def find_channel(group: Group, members: tuple[int, ...]) -> Channel:

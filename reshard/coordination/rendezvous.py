@@ -69,7 +69,7 @@ from reshard.formatting import format_ranks
 from reshard.runtime.transport.descriptors import check_descriptors, is_descriptor_shortage, out_of_descriptors
 
 #: Interval at which a waiting rank publishes what it waits for and reads the status of absent ranks.
-CHECK_SECONDS = 0.2
+RENDEZVOUS_CHECK_INTERVAL_SECONDS = 0.2
 #: How long a rank waits for the first member's answer after its own deadline. Fault-tolerant calls wait less, because
 #: they can continue without the first member.
 ANSWER_SECONDS, FAULT_TOLERANT_ANSWER_SECONDS = 1.5, 1.0
@@ -420,7 +420,7 @@ class Rendezvous:
                 if is_done():
                     return
                 raise DeadlineError
-            if now - last_check >= CHECK_SECONDS:
+            if now - last_check >= RENDEZVOUS_CHECK_INTERVAL_SECONDS:
                 last_check = now
                 self._publish_waiting({"members": list(self.members), "attempt": args.request.attempt})
                 try:
@@ -431,7 +431,11 @@ class Rendezvous:
                     if args.fault_tolerant:
                         deadline = max(deadline, time.monotonic() + RESUME_SECONDS)
             step = max(0.0005, 0.1 * (now - start)) if pump is time.sleep else 1.0
-            seconds = min(CHECK_SECONDS, step, deadline - now if now < deadline else CHECK_SECONDS)
+            seconds = min(
+                RENDEZVOUS_CHECK_INTERVAL_SECONDS,
+                step,
+                deadline - now if now < deadline else RENDEZVOUS_CHECK_INTERVAL_SECONDS,
+            )
             late_seconds += seconds if now >= deadline else 0.0
             begun_at = time.monotonic()
             pump(seconds)

@@ -32,10 +32,10 @@ from .compression_policy import CompressedSums
 from .data_parallel import REPLICATED, fsdp_ranks
 
 #: Intervals at which a waiting replica polls its collective, and checks for errors of other ranks.
-POLL_SECONDS = 0.0005
-CHECK_SECONDS = 0.2
+SUM_POLL_INTERVAL_SECONDS = 0.0005
+SUM_CHECK_INTERVAL_SECONDS = 0.2
 #: Time limit for another rank to report the root cause after a connection of this rank broke.
-ROOT_CAUSE_SECONDS = 1.5
+SUM_ROOT_CAUSE_GRACE_SECONDS = 1.5
 #: Largest number of bytes of gradients in one all-reduce, unless one gradient is larger.
 REPLICA_BUCKET_BYTES = 2**25
 
@@ -401,10 +401,10 @@ class ReplicaSync:
                     raise TransferTimeoutError(
                         f"a replica of stage {self.stage} did not {purpose} within {self._timeout_seconds:g} s"
                     )
-                if now - checked > CHECK_SECONDS:
+                if now - checked > SUM_CHECK_INTERVAL_SECONDS:
                     checked = now
                     check_errors()
-                time.sleep(POLL_SECONDS)
+                time.sleep(SUM_POLL_INTERVAL_SECONDS)
             work.wait()
         except RuntimeError as error:
             if isinstance(error, ReshardError):
@@ -423,11 +423,11 @@ class ReplicaSync:
 
 
 def wait_for_root_cause(check_errors: CheckErrors) -> None:
-    """After a connection broke, give other ranks ``ROOT_CAUSE_SECONDS`` to report the root cause, and raise it."""
-    deadline = time.monotonic() + ROOT_CAUSE_SECONDS
+    """After a connection broke, wait ``SUM_ROOT_CAUSE_GRACE_SECONDS`` for the cause from another rank, and raise it."""
+    deadline = time.monotonic() + SUM_ROOT_CAUSE_GRACE_SECONDS
     while time.monotonic() < deadline:
         check_errors()
-        time.sleep(CHECK_SECONDS)
+        time.sleep(SUM_CHECK_INTERVAL_SECONDS)
 
 
 def stash_gradients(parameters: Iterable[torch.Tensor]) -> Gradients:

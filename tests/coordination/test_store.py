@@ -35,7 +35,7 @@ class _Raw:
 
 @pytest.fixture
 def raw(monkeypatch):
-    monkeypatch.setattr(stores, "STORE_SECONDS", 0.1)
+    monkeypatch.setattr(stores, "STORE_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(stores, "LOST_STORE_SECONDS", 0.6)
     raw = _Raw()
     yield raw

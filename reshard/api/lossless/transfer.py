@@ -34,7 +34,7 @@ from reshard.runtime.autograd import mark_written
 from reshard.sharding import Layout, Mesh, TensorSpec
 
 #: Extra time after the time limit of the transfer in which ranks wait for each other's outcome.
-OUTCOME_SECONDS = 0.5
+LOSSLESS_OUTCOME_GRACE_SECONDS = 0.5
 
 Arrays = Mapping[str, torch.Tensor | None]
 
@@ -308,7 +308,7 @@ class LosslessTransfer:
         return entries  # type: ignore[return-value]
 
     def _report(self, report: dict[str, Any], purpose: str) -> dict[int, Any]:
-        limit = self._timeout_seconds + OUTCOME_SECONDS
+        limit = self._timeout_seconds + LOSSLESS_OUTCOME_GRACE_SECONDS
         what = f"{purpose} {self._name} {self._purpose}".strip()
         if not self._fault_tolerant:
             return exchange_reports(self._channel, report, what, limit, self._kept)

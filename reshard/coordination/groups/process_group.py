@@ -26,7 +26,7 @@ from reshard.runtime.transport.descriptors import has_descriptors
 #: How long closing a group waits for each of its threads to end.
 END_SECONDS = 2.0
 #: A wait that ends later than asked by this much shows that the process was stopped, or the machine is overloaded.
-PAUSE_SECONDS = 1.0
+STOPPED_PAUSE_SECONDS = 1.0
 #: After a pause, how long this rank blames no other rank for an absence that it may have missed the end of.
 RESUME_SECONDS = 3.0
 
@@ -253,7 +253,7 @@ class Group:
             begun_at: value of ``time.monotonic()``.
         """
         now = time.monotonic()
-        if now - begun_at - asked_seconds > PAUSE_SECONDS:
+        if now - begun_at - asked_seconds > STOPPED_PAUSE_SECONDS:
             self.resumed_at = now
 
     def has_just_resumed(self) -> bool:

@@ -29,7 +29,7 @@ from reshard.forks import call_at_exit
 from reshard.runtime.cuda.stream import allow_queries_during_capture
 from reshard.threads import start_thread
 
-POLL_SECONDS = 0.2
+HEARTBEAT_POLL_INTERVAL_SECONDS = 0.2
 
 
 class Watched(Protocol):
@@ -145,7 +145,7 @@ class Monitor:
                     transfer.stop(explained)
             return BEAT_SECONDS
         # A new transfer does not wake this thread: most end before the next check and then cost nothing here.
-        return POLL_SECONDS
+        return HEARTBEAT_POLL_INTERVAL_SECONDS
 
     def note_wait(self, asked_seconds: float, begun_at: float) -> None:
         """See :meth:`Group.note_wait`."""

@@ -39,7 +39,7 @@ from .pending import Parts, PendingResult, ordered_sum
 #: Most messages that a rank writes before all others have read the first of them.
 RING = 1024
 #: Seconds between two checks whether a rank that others wait for has ended.
-CHECK_SECONDS = 0.5
+HOST_CHECK_INTERVAL_SECONDS = 0.5
 #: What a message is a part of.
 KINDS = ALL_GATHER, REDUCE_SCATTER, EXCHANGE = "all_gather", "reduce_scatter", "exchange"
 
@@ -229,7 +229,7 @@ class HostCollectives:
         """
         deadline = time.monotonic() + self._seconds
         for rank in self._others:
-            while not self._has_started(rank, number, min(CHECK_SECONDS, deadline - time.monotonic())):
+            while not self._has_started(rank, number, min(HOST_CHECK_INTERVAL_SECONDS, deadline - time.monotonic())):
                 name, has_ended = describe_ranks([self._ranks[rank]]), _has_ended(self._processes[rank])
                 has_failed = bool(_native.add_to_counter(self._words[rank], _FAILED, 0))
                 if (has_ended or has_failed) and not self._has_started(rank, number, 0.0):

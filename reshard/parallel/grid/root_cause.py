@@ -21,7 +21,7 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 COLLECTIVE_SILENCE_SECONDS = 4.0
 #: How long to search for the root cause: a lost connection, an error that another rank reports, or a rank without a
 #: heartbeat.
-ROOT_CAUSE_SECONDS = COLLECTIVE_SILENCE_SECONDS + 2.0
+COLLECTIVE_ROOT_CAUSE_TIMEOUT_SECONDS = COLLECTIVE_SILENCE_SECONDS + 2.0
 #: Seconds between two checks for it.
 CHECK_INTERVAL_SECONDS = 0.1
 
@@ -78,7 +78,7 @@ class RootCauseFinder:
             awaited: ranks that this rank waits for.
             is_backward: whether it waits in a backward.
         """
-        deadline = time.monotonic() + ROOT_CAUSE_SECONDS
+        deadline = time.monotonic() + COLLECTIVE_ROOT_CAUSE_TIMEOUT_SECONDS
         heartbeats = HeartbeatReader(self._group.store)
         others = [rank for rank in self._channel.members if rank != self._group.rank]
         with contextlib.suppress(RuntimeError):  # the store may be lost

@@ -40,7 +40,7 @@ from reshard.runtime.transport import Transport, Work, join, wait_for
 from reshard.threads import start_thread
 
 #: Interval between calls of ``check`` while a queue has no posted operation to wait for.
-POLL_SECONDS = 0.2
+QUEUE_POLL_INTERVAL_SECONDS = 0.2
 #: Notifications use the tag of the program plus this offset. Program tags are smaller.
 NOTIFY_TAG = 2**29
 #: The exchange of digests uses the tag of the program plus this offset.
@@ -169,7 +169,7 @@ class _Execution:
                                 "no posted operation can free a buffer or bring its data"
                             )
                         queue.sleeping = True
-                        queue.changed.wait(POLL_SECONDS)
+                        queue.changed.wait(QUEUE_POLL_INTERVAL_SECONDS)
                         queue.sleeping = False
                         self.check()
                     if queue.is_finished or self.error is not None:
