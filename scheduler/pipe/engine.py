@@ -46,7 +46,7 @@ class CompileOptions:
         ties: ``{stage: name}`` of each parameter that several stages share.
         device: device of the parameters.
         scales_loss: whether to scale the loss, as float16 needs.
-        memory_limit_bytes: given to ``schedule`` if it is a function.
+        activation_limit_bytes: given to ``schedule`` if it is a function.
         process_group: process group of the ranks; None: the world.
         policy: codecs of each parallel dimension.
         shards, sequence_parts: how stages are sharded; see :class:`DryRun`.
@@ -59,7 +59,7 @@ class CompileOptions:
     ties: Sequence[Mapping[int, str]]
     device: torch.device
     scales_loss: bool = False
-    memory_limit_bytes: int | None = None
+    activation_limit_bytes: int | None = None
     process_group: Any = None
     policy: Policy | None = None
     shards: Mapping[int, Shard | None] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class PipelineEngine:
                 self._tied_elsewhere.setdefault(stage, set()).add(tie[stage])
         self._empty_parameter = torch.nn.Parameter(torch.empty(0, device=options.device))
         self._can_split = not fsdp_stages
-        hints: dict[str, Any] = {"can_split": self._can_split, "memory_limit_bytes": options.memory_limit_bytes}
+        hints: dict[str, Any] = {"can_split": self._can_split, "activation_limit_bytes": options.activation_limit_bytes}
         pp_rank_of_stage = engine.schedule.pp_rank_of_stage
         self._is_chain = list(pp_rank_of_stage) == list(range(len(pp_rank_of_stage)))
         if not self._is_chain:

@@ -71,7 +71,7 @@ def auto_schedule(
     pipeline: Pipeline,
     num_microbatches: int,
     *,
-    memory_limit_bytes: float | Sequence[float] | None = None,
+    activation_limit_bytes: float | Sequence[float] | None = None,
     pp_rank_of_stage: Sequence[int] | None = None,
     can_split: bool = True,
 ) -> Schedule:
@@ -83,7 +83,7 @@ def auto_schedule(
 
     Args:
         pipeline, num_microbatches: what to schedule.
-        memory_limit_bytes: limit of the activations that a device keeps at once, or one limit for each pp rank.
+        activation_limit_bytes: limit of the activations that a device keeps at once, or one limit for each pp rank.
             Default: the bytes of the fullest pp rank if each stage has as many microbatches in flight as under 1F1B,
             or as it needs to hide its communication if that is more.
         pp_rank_of_stage: pp rank that computes each stage; default: one stage per pp rank.
@@ -97,7 +97,7 @@ def auto_schedule(
     if not isinstance(can_split, bool):
         raise ArgumentError(f"can_split is {brief(can_split)}; it must be True or False")
     pp_ranks = check_placement(pipeline, pp_rank_of_stage)
-    limits = None if memory_limit_bytes is None else check_limits(memory_limit_bytes, max(pp_ranks) + 1)
+    limits = None if activation_limit_bytes is None else check_limits(activation_limit_bytes, max(pp_ranks) + 1)
     search = _AllLevels(pipeline, num_microbatches, pp_ranks, can_split, limits)
     schedule = search.run()
     if schedule is None:
@@ -149,7 +149,7 @@ class _AllLevels:
             bound = find_lower_bound(
                 self.pipeline,
                 self.num,
-                memory_limit_bytes=limits,
+                activation_limit_bytes=limits,
                 pp_rank_of_stage=self.pp_ranks,
                 can_split=self.can_split,
             )
