@@ -222,8 +222,8 @@ class Pipe:
             device: device of the parameters.
             group: process group whose ranks the placements name; default: the world.
             topology: hosts and links; default: hosts are found by host name.
-            activation_limit_bytes: limit on the activations of a device. Only a ``schedule`` that is a function
-                gets it.
+            activation_limit_bytes: limit on the activations of a device. A ``schedule`` that is a function gets it
+                if it has a parameter of this name. A schedule that keeps more is an error.
             compression: codecs of each parallel dimension; default: those of the training plan, or none. Transfers
                 between stages are encoded where this shortens the simulated iteration; ``engine.compression`` lists
                 them.
@@ -232,6 +232,7 @@ class Pipe:
         Raises:
             ArgumentError: the model cannot be cut, or the ranks do not fit the placements.
             DisagreementError: ranks pass different arguments.
+            ScheduleError: the schedule keeps more activations than ``activation_limit_bytes``.
         """
         num_microbatches, schedule, compression = self._with_plan(num_microbatches, schedule, compression)
         agreement = RankExchange(group, timeout_seconds)
