@@ -9,9 +9,9 @@ import time
 import numpy as np
 import pytest
 
+from reshard.cli.commands.plan import default_topology
 from reshard.cli.html_report import plan_to_html
 from reshard.cli.main import main
-from reshard.cli.plan import default_topology
 from reshard.cli.plan_times import sample_progress
 from reshard.cli.plan_trees import draw_tree
 from reshard.cost import simulate
