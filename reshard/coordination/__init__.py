@@ -3,7 +3,7 @@
 Imports :mod:`reshard.runtime` and the packages below it.
 """
 
-from reshard.coordination.channel import MAX_CACHED, NCCL_ROOT_CAUSE_GRACE_SECONDS, Channel, find_channel
+from reshard.coordination.call_group import MAX_CACHED, NCCL_ROOT_CAUSE_GRACE_SECONDS, CallGroup, find_call_group
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve, resolve_partial
 from reshard.coordination.groups.addresses import own_address
 from reshard.coordination.groups.calling_threads import Owner
@@ -34,7 +34,7 @@ from reshard.coordination.topology_discovery import topology_of_names, warn_of_h
 __all__ = [
     "MAX_CACHED",
     "NCCL_ROOT_CAUSE_GRACE_SECONDS",
-    "Channel",
+    "CallGroup",
     "Decision",
     "Group",
     "Monitor",
@@ -47,7 +47,7 @@ __all__ = [
     "count_call",
     "describe_error",
     "explain_lost_store",
-    "find_channel",
+    "find_call_group",
     "find_group",
     "gather_reports",
     "has_ended",

@@ -1,4 +1,4 @@
-"""Small messages between the ranks of a channel, in a star: every rank sends to the first rank, which answers all.
+"""Small messages between the ranks of a call group, in a star: every rank sends to the first rank, which answers all.
 
 The first rank, called the hub, listens on a socket and publishes its address and a nonce in the store. The other
 ranks, called spokes, connect to it and prove that they may. The proof is the nonce, or its HMAC with the secret of the

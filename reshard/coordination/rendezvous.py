@@ -482,7 +482,7 @@ class Rendezvous:
     def _has_ended(self, rank: int, silent_seconds: float) -> bool:
         """Whether the process of a rank without an open connection, and with an old heartbeat, has ended."""
         if silent_seconds < PROBE_AGE_SECONDS or any(
-            channel.rendezvous.links.reaches(rank) for channel in list(self.group.channels.values())
+            call_group.rendezvous.links.reaches(rank) for call_group in list(self.group.call_groups.values())
         ):
             return False
         return has_ended(self.group.store, rank)

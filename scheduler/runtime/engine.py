@@ -20,7 +20,7 @@ from reshard.coordination import (
     check_inside,
     describe_error,
     explain_lost_store,
-    find_channel,
+    find_call_group,
     find_group,
     leave_interrupted,
     mark_published,
@@ -148,8 +148,8 @@ class Engine:
         except ReshardError as error:
             report_error(self._group, error)
             raise
-        self._channel = find_channel(self._group, ranks)
-        part, hostnames = agree_on_arguments(options, schedule, pipeline, modules, self._group, self._channel)
+        self._call_group = find_call_group(self._group, ranks)
+        part, hostnames = agree_on_arguments(options, schedule, pipeline, modules, self._group, self._call_group)
         self.pp_rank, self._stages, self._device = part.pp_rank, part.stages, part.device
         self._last_weight, self._timeout_seconds = part.last_weight, part.timeout_seconds
         names = [hostnames.get(rank, "") for rank in range(ranks[-1] + 1)]
@@ -286,7 +286,7 @@ class Engine:
         try:
             self._iteration = None
             self._iteration = Iteration(self._state, program, inputs() if callable(inputs) else inputs)
-            with publishing_lost_ranks(self._group, self._channel):
+            with publishing_lost_ranks(self._group, self._call_group):
                 return self._iteration.run()
         except BaseException as error:
             cause = self._find_cause(error)
@@ -310,7 +310,7 @@ class Engine:
         """Raise an error that another rank reported, or that names a rank that is gone, if there is one."""
         if self._iteration is not None:
             self._iteration.check_errors()
-        self._channel.check_reported(self._channel.generation)
+        self._call_group.check_reported(self._call_group.generation)
 
     def fail(self, program: Program, error: BaseException) -> None:
         """End a step on all ranks with the error of this rank. The engine cannot be used again."""
@@ -374,7 +374,7 @@ class Engine:
         failure = None if error is None else describe_error(error)
         request = RoundRequest(self._group.rank, hostname=self._group.hostname, error=failure, payload=value)
         seconds = max(self._timeout_seconds, timeout_seconds or 0.0)
-        _, decision = self._channel.agree(request, gather_values, seconds)
+        _, decision = self._call_group.agree(request, gather_values, seconds)
         return dict(decision.payloads)
 
     def timeline(self) -> PipelineTimeline:
@@ -386,7 +386,7 @@ class Engine:
         """
         if self._iteration is None:
             raise ArgumentError("there is no timeline before the first step")
-        return gather_timeline(self._iteration.measured, self._channel, self._timeout_seconds)
+        return gather_timeline(self._iteration.measured, self._call_group, self._timeout_seconds)
 
     def close(self) -> None:
         """Stop the threads that move tensors."""

@@ -285,8 +285,8 @@ def move(rank, num_ranks):
     result = reshard.reshard(sources, src, dst, shape=shapes, topology=topology, timeout_seconds=120)
     with pytest.raises(ArgumentError, match="verify=True needs a list of all"):
         reshard.reshard(sources, src, dst, shape=shapes, topology=topology, verify=True)
-    (channel,) = [each for group in reshard.coordination.known_groups(None) for each in group.channels.values()]
-    strategies = {plan.strategy for plan, _, _ in channel.cache.values()}
+    (call_group,) = [each for group in reshard.coordination.known_groups(None) for each in group.call_groups.values()]
+    strategies = {plan.strategy for plan, _, _ in call_group.cache.values()}
     if rank < half:
         return 0, strategies
     wrong = (count_unlike(result[name], shard_of_positions(dst, rank, shapes[name], "float32")) for name in shapes)

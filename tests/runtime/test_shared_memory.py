@@ -146,8 +146,10 @@ def test_cut_file_kills_no_rank():
 
 def find_sharing_ranks(rank, report):
     assert move(rank, SRC, Layout(Mesh.of(4), "R S0"), topology=Topology((0, 0, 1, 1))) == 0
-    (channel,) = [channel for group in reshard.coordination.known_groups(None) for channel in group.channels.values()]
-    shared = channel._connections[1]._shared_memory
+    (call_group,) = [
+        call_group for group in reshard.coordination.known_groups(None) for call_group in group.call_groups.values()
+    ]
+    shared = call_group._connections[1]._shared_memory
     return [other for other in range(4) if shared is not None and shared.carries(other, 2**20)]
 
 

@@ -1,4 +1,4 @@
-"""Channels: what the ranks of one call share, which is agreement rounds, error reports, and transports.
+"""Call groups: what the ranks of one call share, which is agreement rounds, error reports, and transports.
 
 Only the ranks of the call take part. They agree in rounds (see :mod:`reshard.coordination.rendezvous`). The first
 error of a transfer is published in the store, under ``u/<members>/error/<generation>``.
@@ -48,11 +48,11 @@ REPORT_SECONDS = 1.0
 GLOO_ROOT_CAUSE_GRACE_SECONDS = 0.6
 #: Grace period of a rank whose connections over NCCL broke. It cannot say which rank is gone.
 NCCL_ROOT_CAUSE_GRACE_SECONDS = 2.0
-#: Maximum number of cached plans per channel.
+#: Maximum number of cached plans per call group.
 MAX_CACHED = 32
 
 
-class Channel:
+class CallGroup:
     """The ranks of one call, ascending; one per group and set of ranks."""
 
     def __init__(self, group: Group, members: tuple[int, ...]) -> None:
@@ -74,7 +74,7 @@ class Channel:
 
     @property
     def group(self) -> Group:
-        """The group of these ranks. The channel holds only a weak reference, so that the group can be collected."""
+        """The group of these ranks. The call group holds only a weak reference, so that the group can be collected."""
         group = self._group()
         if group is None:
             raise ArgumentError("the group of this transfer was garbage-collected: keep a reference to it")
@@ -116,7 +116,7 @@ class Channel:
             self._connections[1].begin_close()
 
     def close(self) -> None:
-        """Say goodbye to the other ranks and close all connections; the channel cannot be used afterwards."""
+        """Say goodbye to the other ranks and close all connections; the call group cannot be used afterwards."""
         self.rendezvous.links.close()
         if self._connections is not None:
             self._connections[1].close()
@@ -290,8 +290,8 @@ def _root_cause_seconds(error: Exception) -> float:
     )  # the file of Gloo that raised the error
 
 
-def find_channel(group: Group, members: tuple[int, ...]) -> Channel:
-    """The channel of these ranks, ascending; created on first use.
+def find_call_group(group: Group, members: tuple[int, ...]) -> CallGroup:
+    """The call group of these ranks, ascending; created on first use.
 
     Raises:
         ArgumentError: a rank is outside the group, or this rank is not a member.
@@ -304,6 +304,6 @@ def find_channel(group: Group, members: tuple[int, ...]) -> Channel:
             f"rank {group.rank} calls but is in neither layout; only ranks {format_ranks(members)} take part"
         )
     with group.lock:
-        if members not in group.channels:
-            group.channels[members] = Channel(group, members)
-        return group.channels[members]
+        if members not in group.call_groups:
+            group.call_groups[members] = CallGroup(group, members)
+        return group.call_groups[members]
