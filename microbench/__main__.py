@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from microbench.harness.machine import describe_machine, format_machine, stderr
-from microbench.harness.options import OptionError
+from microbench.harness.options import BenchmarkOptionError
 from reshard.cli.progress import print_line
 from reshard.errors import ReshardError
 
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print_line(format_machine(describe_machine(words)))
         return int(case.run(options) or 0)
-    except OptionError as error:
+    except BenchmarkOptionError as error:
         parser.error(str(error))
     except (ReshardError, OSError) as error:
         if os.environ.get("RANK", "0") == "0":

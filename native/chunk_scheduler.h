@@ -22,25 +22,25 @@ class ChunkScheduler {
   public:
     std::vector<ChunkSend> chunk_sends;
 
-    ChunkScheduler(const Ports &ports, const Workload &workload) : ports_(ports), chunk_state_(ports, workload) {
-        const auto add = [&](std::vector<Resource> &resources, const std::vector<double> &rates) {
+    ChunkScheduler(const Nics &nics, const Workload &workload) : nics_(nics), chunk_state_(nics, workload) {
+        const auto add = [&](std::vector<Port> &ports, const std::vector<double> &rates) {
             for (const double rate : rates) {
-                resources.emplace_back(static_cast<int64_t>(capacity_.size()), rate);
+                ports.emplace_back(static_cast<int64_t>(capacity_.size()), rate);
                 capacity_.push_back(rate);
             }
         };
-        add(out_, ports.out), add(into_, ports.into), add(up_, ports.up), add(down_, ports.down);
+        add(out_, nics.out), add(into_, nics.into), add(up_, nics.up), add(down_, nics.down);
         sharing_.price.assign(capacity_.size(), 0);
-        host_out_.resize(ports.num_hosts), host_into_.resize(ports.num_hosts);
-        for (int64_t p = 0; p < ports.count(); ++p)
-            if (!ports.ranks[p].empty())
-                host_out_[ports.host[p]] += ports.out[p], host_into_[ports.host[p]] += ports.into[p];
-        is_even_ = ports.have_equal_rates();
-        partner_.assign(ports.host.size(), -1);
+        host_out_.resize(nics.num_hosts), host_into_.resize(nics.num_hosts);
+        for (int64_t p = 0; p < nics.count(); ++p)
+            if (!nics.ranks[p].empty())
+                host_out_[nics.host[p]] += nics.out[p], host_into_[nics.host[p]] += nics.into[p];
+        is_even_ = nics.have_equal_rates();
+        partner_.assign(nics.host.size(), -1);
         keeps_partners_ = workload.keeps_partners;
-        served_.assign(ports.host.size(), -1);
-        to_get_.resize(ports.host.size()), to_give_.resize(ports.host.size());
-        partners_.resize(ports.host.size()), rows_.resize(std::max<size_t>(ports.host.size(), ports.num_hosts));
+        served_.assign(nics.host.size(), -1);
+        to_get_.resize(nics.host.size()), to_give_.resize(nics.host.size());
+        partners_.resize(nics.host.size()), rows_.resize(std::max<size_t>(nics.host.size(), nics.num_hosts));
     }
     virtual ~ChunkScheduler() = default;
 
@@ -61,9 +61,9 @@ class ChunkScheduler {
     }
 
   protected:
-    const Ports &ports_;
+    const Nics &nics_;
     ChunkState chunk_state_;
-    std::vector<Resource> out_, into_, up_, down_;
+    std::vector<Port> out_, into_, up_, down_;
     std::vector<double> to_get_, to_give_; // remaining time of each receiver and sender, by its host
     std::vector<double> host_out_, host_into_; // total rate of the ports of each host
     std::vector<int64_t> partner_; // by receiver: its last sender
@@ -72,7 +72,7 @@ class ChunkScheduler {
     bool may_be_late_ = false; // whether would_be_late() is ignored
 
     bool has_more() const {
-        for (int64_t h = 0; h < ports_.num_hosts; ++h)
+        for (int64_t h = 0; h < nics_.num_hosts; ++h)
             if (chunk_state_.to_get(h))
                 return true;
         return false;
@@ -86,10 +86,10 @@ class ChunkScheduler {
     // Starts sends between free ports; returns whether one started.
     bool match() {
         std::vector<int64_t> senders, receivers;
-        for (int64_t p = 0; p < ports_.count(); ++p) {
-            if (ports_.ranks[p].empty())
+        for (int64_t p = 0; p < nics_.count(); ++p) {
+            if (nics_.ranks[p].empty())
                 continue;
-            const int64_t host = ports_.host[p];
+            const int64_t host = nics_.host[p];
             if (out_[p].free > MIN_FREE_FRACTION / 4 * out_[p].rate && chunk_state_.held(host))
                 senders.push_back(p);
             if (into_[p].free > MIN_FREE_FRACTION / 4 * into_[p].rate && chunk_state_.untaken(host))
@@ -98,9 +98,9 @@ class ChunkScheduler {
         if (senders.empty() || receivers.empty())
             return false;
         for (const int64_t p : receivers)
-            to_get_[p] = static_cast<double>(chunk_state_.to_get(ports_.host[p])) / UNITS / host_into_[ports_.host[p]];
+            to_get_[p] = static_cast<double>(chunk_state_.to_get(nics_.host[p])) / CHUNK_UNITS / host_into_[nics_.host[p]];
         for (const int64_t p : senders)
-            to_give_[p] = static_cast<double>(chunk_state_.to_give(ports_.host[p])) / UNITS / host_out_[ports_.host[p]];
+            to_give_[p] = static_cast<double>(chunk_state_.to_give(nics_.host[p])) / CHUNK_UNITS / host_out_[nics_.host[p]];
         std::stable_sort(receivers.begin(), receivers.end(), [&](auto a, auto b) {
             return to_get_[a] != to_get_[b] ? to_get_[a] > to_get_[b] : into_[a].rate > into_[b].rate;
         });
@@ -119,7 +119,7 @@ class ChunkScheduler {
         is_filled_.assign(rows_.size(), false);
         for (const int64_t r : receivers) {
             // With equal rates, all ports of a host have the same partners, and all ports in the lists are free.
-            const size_t number = static_cast<size_t>(is_even_ ? ports_.host[r] : r);
+            const size_t number = static_cast<size_t>(is_even_ ? nics_.host[r] : r);
             std::vector<int64_t> &row = rows_[number];
             if (!is_filled_[number])
                 for (const int64_t s : senders)
@@ -168,7 +168,7 @@ class ChunkScheduler {
     }
 
     bool crosses_pods(int64_t s, int64_t r) const {
-        return !ports_.pod.empty() && ports_.pod[ports_.host[s]] != ports_.pod[ports_.host[r]];
+        return !nics_.pod.empty() && nics_.pod[nics_.host[s]] != nics_.pod[nics_.host[r]];
     }
 
     bool can_start(int64_t s, int64_t r) {
@@ -178,27 +178,27 @@ class ChunkScheduler {
     // Whether a send would last longer than everything its receiver's host has left to get, while a faster port could
     // receive or send the chunk.
     bool would_be_late(int64_t s, int64_t r) {
-        const double left = static_cast<double>(chunk_state_.to_get(ports_.host[r])) / UNITS / host_into_[ports_.host[r]];
+        const double left = static_cast<double>(chunk_state_.to_get(nics_.host[r])) / CHUNK_UNITS / host_into_[nics_.host[r]];
         const double passes = rate(s, r) * left;
         if (is_even_ || may_be_late_ || passes >= 1)
             return false;
         const int64_t chunk = chunk_state_.choose(s, r, false);
-        if (static_cast<double>(chunk_state_.size(chunk)) / UNITS <= passes)
+        if (static_cast<double>(chunk_state_.size(chunk)) / CHUNK_UNITS <= passes)
             return false;
-        for (int64_t p = 0; p < ports_.count(); ++p)
-            if (!ports_.ranks[p].empty() &&
-                ((ports_.host[p] == ports_.host[r] && into_[p].rate > into_[r].rate) ||
-                 (out_[p].rate > out_[s].rate && chunk_state_.has(chunk, ports_.host[p]))))
+        for (int64_t p = 0; p < nics_.count(); ++p)
+            if (!nics_.ranks[p].empty() &&
+                ((nics_.host[p] == nics_.host[r] && into_[p].rate > into_[r].rate) ||
+                 (out_[p].rate > out_[s].rate && chunk_state_.has(chunk, nics_.host[p]))))
                 return true;
         return false;
     }
 
-    // Calls f with each resource on the path from port s to port r.
-    template <typename F> void each_resource(int64_t s, int64_t r, F f) {
+    // Calls f with each port on the path from NIC s to NIC r.
+    template <typename F> void each_port(int64_t s, int64_t r, F f) {
         f(out_[s]);
         if (crosses_pods(s, r)) {
-            f(up_[ports_.pod[ports_.host[s]]]);
-            f(down_[ports_.pod[ports_.host[r]]]);
+            f(up_[nics_.pod[nics_.host[s]]]);
+            f(down_[nics_.pod[nics_.host[r]]]);
         }
         f(into_[r]);
     }
@@ -206,9 +206,9 @@ class ChunkScheduler {
     // The rate that a send would get now, 0 if too little to start.
     double rate(int64_t s, int64_t r) {
         double free = std::numeric_limits<double>::infinity(), full = free;
-        each_resource(s, r, [&](const Resource &resource) {
-            free = std::min(free, resource.free);
-            full = std::min(full, resource.rate);
+        each_port(s, r, [&](const Port &port) {
+            free = std::min(free, port.free);
+            full = std::min(full, port.rate);
         });
         return free >= MIN_FREE_FRACTION * full ? free : 0;
     }
@@ -221,17 +221,17 @@ class ChunkScheduler {
         const int64_t chunk = chunk_state_.choose(s, r, may_enter_again);
         if (chunk < 0)
             return false;
-        const int64_t source = chunk_state_.source(chunk, ports_.host[s]), chunk_send = static_cast<int64_t>(chunk_sends.size());
-        chunk_state_.start(chunk, ports_.host[r]);
+        const int64_t source = chunk_state_.source(chunk, nics_.host[s]), chunk_send = static_cast<int64_t>(chunk_sends.size());
+        chunk_state_.start(chunk, nics_.host[r]);
         std::vector<int64_t> order;
-        each_resource(s, r, [&](Resource &resource) {
-            resource.reserve(reserved, s, [&](int64_t earlier) {
+        each_port(s, r, [&](Port &port) {
+            port.reserve(reserved, s, [&](int64_t earlier) {
                 if (std::find(order.begin(), order.end(), earlier) == order.end())
                     order.push_back(earlier);
             });
         });
         chunk_sends.push_back({chunk, s, r, source, std::move(order), now_, now_});
-        flows_.push_back({s, r, chunk, reserved, chunk_send, static_cast<double>(chunk_state_.size(chunk)) / UNITS, 0});
+        flows_.push_back({s, r, chunk, reserved, chunk_send, static_cast<double>(chunk_state_.size(chunk)) / CHUNK_UNITS, 0});
         return true;
     }
 
@@ -261,8 +261,8 @@ class ChunkScheduler {
                 continue;
             }
             chunk_sends[flow.chunk_send].end = now_;
-            each_resource(flow.s, flow.r,
-                          [&](Resource &resource) { resource.release(flow.rate, flow.chunk_send, flow.s); });
+            each_port(flow.s, flow.r,
+                          [&](Port &port) { port.release(flow.rate, flow.chunk_send, flow.s); });
             chunk_state_.land(flow.chunk, flow.r, flow.chunk_send);
         }
         flows_.swap(rest_);
@@ -278,7 +278,7 @@ class ChunkScheduler {
         numbers_.clear();
         std::vector<size_t> ends;
         for (const Flow &flow : flows_) {
-            each_resource(flow.s, flow.r, [&](const Resource &resource) { numbers_.push_back(resource.number); });
+            each_port(flow.s, flow.r, [&](const Port &port) { numbers_.push_back(port.number); });
             ends.push_back(numbers_.size());
         }
         paths_.clear();

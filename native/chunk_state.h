@@ -5,7 +5,7 @@
 // look-up. With pods, a chunk enters each pod over its uplink once; later receivers get it from hosts of the pod.
 //
 // choose() takes the rarest chunk that the sending host has and the receiving host misses. Ties go to the "nearest"
-// chunk: one that ranks at the sending port hold, then one that ranks at the receiving port need, and then to the
+// chunk: one that ranks at the sending NIC hold, then one that ranks at the receiving NIC need, and then to the
 // lowest number. With near_first, nearness comes before rarity.
 //
 // Python reference: tests/reference/chunk_state.py, which recomputes these sets where needed.
@@ -18,19 +18,19 @@
 
 class ChunkState {
   public:
-    ChunkState(const Ports &ports, const Workload &workload)
-        : ports_(ports), workload_(workload), hosts_(ports.num_hosts), have_(hosts_, none()), miss_(hosts_, none()),
-          in_pod_(ports.up.size(), none()), has_(chunks(), Bits(hosts_)), lacks_(chunks(), Bits(hosts_)),
+    ChunkState(const Nics &nics, const Workload &workload)
+        : nics_(nics), workload_(workload), hosts_(nics.num_hosts), have_(hosts_, none()), miss_(hosts_, none()),
+          in_pod_(nics.up.size(), none()), has_(chunks(), Bits(hosts_)), lacks_(chunks(), Bits(hosts_)),
           copies_(chunks()), first_missing_(hosts_), source_(chunks()), can_(hosts_ * hosts_), can_enter_(has_pods() ? hosts_ * hosts_ : 0),
-          untaken_(hosts_), held_(hosts_), to_get_(hosts_), to_give_(hosts_), to_enter_(ports.up.size()),
-          to_leave_(ports.up.size()), is_fresh_(none()), pods_with_(has_pods() ? chunks() : 0, Bits(ports.up.size())),
+          untaken_(hosts_), held_(hosts_), to_get_(hosts_), to_give_(hosts_), to_enter_(nics.up.size()),
+          to_leave_(nics.up.size()), is_fresh_(none()), pods_with_(has_pods() ? chunks() : 0, Bits(nics.up.size())),
           pods_without_(pods_with_) {
         for (size_t i = 0; i < chunks(); ++i) {
             const auto destinations = workload.host_class_receivers[workload.host_class_of[i]];
             if (!destinations.empty())
                 place(static_cast<int64_t>(i), workload.host_class_holders[workload.host_class_of[i]], destinations);
         }
-        if (ports.have_multi_port_hosts)
+        if (nics.have_multi_nic_hosts)
             place_ranks();
     }
 
@@ -54,25 +54,25 @@ class ChunkState {
     }
 
     bool can_send(int64_t s, int64_t r) const {
-        const int64_t a = ports_.host[s], b = ports_.host[r];
-        const bool enters = has_pods() && ports_.pod[a] != ports_.pod[b];
+        const int64_t a = nics_.host[s], b = nics_.host[r];
+        const bool enters = has_pods() && nics_.pod[a] != nics_.pod[b];
         return (enters ? can_enter_ : can_)[a * hosts_ + b] > 0;
     }
 
-    // The chunk for ports s and r, -1 for none. may_enter_again: also chunks that the receiver's pod already has.
+    // The chunk for NICs s and r, -1 for none. may_enter_again: also chunks that the receiver's pod already has.
     int64_t choose(int64_t s, int64_t r, bool may_enter_again) const {
-        const int64_t a = ports_.host[s], b = ports_.host[r];
-        const bool enters = has_pods() && ports_.pod[a] != ports_.pod[b] && !may_enter_again;
+        const int64_t a = nics_.host[s], b = nics_.host[r];
+        const bool enters = has_pods() && nics_.pod[a] != nics_.pod[b] && !may_enter_again;
         size_t &first = first_missing_[b];
         while (first < is_fresh_.num_words() && !miss_[b].word(first))
             ++first; // the set of missing chunks only shrinks
         const auto candidates = [&](size_t i) {
             const uint64_t word = have_[a].word(i) & miss_[b].word(i);
-            return enters ? word & ~in_pod_[ports_.pod[b]].word(i) : word;
+            return enters ? word & ~in_pod_[nics_.pod[b]].word(i) : word;
         };
         if (workload_.near_first)
             return choose_nearest(s, r, first, candidates);
-        words_.clear(); // most ports have few candidates
+        words_.clear(); // most pairs have few candidates
         for (size_t i = first; i < is_fresh_.num_words(); ++i)
             if (const uint64_t word = candidates(i))
                 words_.emplace_back(i, word);
@@ -91,8 +91,8 @@ class ChunkState {
     // A send of a chunk to host b starts.
     void start(int64_t chunk, int64_t b) {
         has_[chunk].each([&](int64_t a) { --can_[a * hosts_ + b]; });
-        if (has_pods() && !in_pod_[ports_.pod[b]].has(chunk))
-            enter_pod(chunk, ports_.pod[b]);
+        if (has_pods() && !in_pod_[nics_.pod[b]].has(chunk))
+            enter_pod(chunk, nics_.pod[b]);
         miss_[b].clear(chunk), lacks_[chunk].clear(b);
         --untaken_[b];
         set_copies(chunk, copies_[chunk] + 1);
@@ -103,24 +103,24 @@ class ChunkState {
         }
     }
 
-    // A chunk has arrived at a port.
-    void land(int64_t chunk, int64_t port, int64_t chunk_send) {
-        const int64_t host = ports_.host[port];
+    // A chunk has arrived at a NIC.
+    void land(int64_t chunk, int64_t nic, int64_t chunk_send) {
+        const int64_t host = nics_.host[nic];
         have_[host].set(chunk), has_[chunk].set(host);
         ++held_[host];
         to_get_[host] -= size(chunk);
         source_[chunk].emplace_back(host, chunk_send);
         lacks_[chunk].each([&](int64_t b) {
             ++can_[host * hosts_ + b];
-            if (has_pods() && !in_pod_[ports_.pod[b]].has(chunk))
+            if (has_pods() && !in_pod_[nics_.pod[b]].has(chunk))
                 ++can_enter_[host * hosts_ + b];
         });
-        if (ports_.have_multi_port_hosts)
-            near_out_[port].set(chunk);
+        if (nics_.have_multi_nic_hosts)
+            near_out_[nic].set(chunk);
     }
 
   private:
-    const Ports &ports_;
+    const Nics &nics_;
     const Workload &workload_;
     int64_t hosts_;
     std::vector<Bits> have_, miss_, in_pod_; // by host or pod: chunks; in_pod_ includes chunks that are entering
@@ -137,11 +137,11 @@ class ChunkState {
     std::vector<int64_t> untaken_, held_, to_get_, to_give_, to_enter_, to_leave_;
     Bits is_fresh_; // chunks that only their first holders have
     std::vector<Bits> pods_with_, pods_without_; // pods of each chunk
-    std::vector<Bits> near_out_, near_in_; // by port: chunks that its ranks have, chunks that they need
+    std::vector<Bits> near_out_, near_in_; // by NIC: chunks that its ranks have, chunks that they need
 
     size_t chunks() const { return workload_.host_class_of.size(); }
     Bits none() const { return Bits(chunks()); }
-    bool has_pods() const { return !ports_.pod.empty(); }
+    bool has_pods() const { return !nics_.pod.empty(); }
 
     void place(int64_t c, const Members::Row &holders, const Members::Row &destinations) {
         for (const int64_t h : destinations) {
@@ -162,10 +162,10 @@ class ChunkState {
         if (!has_pods())
             return;
         for (const int64_t h : holders)
-            pods_with_[c].set(ports_.pod[h]), in_pod_[ports_.pod[h]].set(c);
+            pods_with_[c].set(nics_.pod[h]), in_pod_[nics_.pod[h]].set(c);
         for (const int64_t b : destinations)
-            if (!in_pod_[ports_.pod[b]].has(c)) {
-                pods_without_[c].set(ports_.pod[b]);
+            if (!in_pod_[nics_.pod[b]].has(c)) {
+                pods_without_[c].set(nics_.pod[b]);
                 for (const int64_t a : holders)
                     ++can_enter_[a * hosts_ + b];
             }
@@ -190,7 +190,7 @@ class ChunkState {
             if (word && near > nearest)
                 nearest = near, best = static_cast<int64_t>(64 * i) + std::countr_zero(word);
         };
-        const int64_t most_near = ports_.have_multi_port_hosts ? 3 : 0;
+        const int64_t most_near = nics_.have_multi_nic_hosts ? 3 : 0;
         for (const auto &[i, candidates] : words_) {
             const uint64_t word = candidates & set.word(i);
             if (word && most_near) {
@@ -208,7 +208,7 @@ class ChunkState {
     template <class Candidates>
     int64_t choose_nearest(int64_t s, int64_t r, size_t first, const Candidates &candidates) const {
         int64_t best = -1, fewest = std::numeric_limits<int64_t>::max(), nearest = -1;
-        const int64_t most_near = ports_.have_multi_port_hosts ? 3 : 0;
+        const int64_t most_near = nics_.have_multi_nic_hosts ? 3 : 0;
         for (size_t i = first; i < is_fresh_.num_words(); ++i)
             for (uint64_t word = candidates(i); word; word &= word - 1) {
                 const int64_t chunk = static_cast<int64_t>(64 * i) + std::countr_zero(word);
@@ -222,20 +222,20 @@ class ChunkState {
     }
 
     void place_ranks() {
-        near_out_.assign(ports_.host.size(), none());
+        near_out_.assign(nics_.host.size(), none());
         near_in_ = near_out_;
         for (size_t i = 0; i < chunks(); ++i) {
             const int64_t k = workload_.piece_class[workload_.piece_at[i]], c = static_cast<int64_t>(i);
             for (const int64_t rank : workload_.class_holders[k])
-                near_out_[ports_.of_rank[rank]].set(c);
+                near_out_[nics_.of_rank[rank]].set(c);
             for (const int64_t rank : workload_.class_receivers[k])
-                near_in_[ports_.of_rank[rank]].set(c);
+                near_in_[nics_.of_rank[rank]].set(c);
         }
     }
 
     void enter_pod(int64_t chunk, int64_t q) {
         lacks_[chunk].each([&](int64_t h) {
-            if (ports_.pod[h] == q)
+            if (nics_.pod[h] == q)
                 has_[chunk].each([&](int64_t a) { --can_enter_[a * hosts_ + h]; });
         });
         if (pods_with_[chunk].count() == 1)

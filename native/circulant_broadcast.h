@@ -1,7 +1,7 @@
-// Broadcasts of chunks from one host to many, in slots of one chunk per port, without a search for pairs of ports.
+// Broadcasts of chunks from one host to many, in slots of one chunk per NIC, without a search for pairs of NICs.
 //
-// Port 0 is the sender's. In slot i, port r receives from port r - skip[i mod q], where skip[q] is the number of ports
-// and skip[k] is half of skip[k + 1], rounded up. The sender passes on its next new chunk, every other port the highest
+// NIC 0 is the sender's. In slot i, NIC r receives from NIC r - skip[i mod q], where skip[q] is the number of NICs
+// and skip[k] is half of skip[k + 1], rounded up. The sender passes on its next new chunk, every other NIC the highest
 // chunk that the receiver lacks. n chunks take n - 1 + q slots and up to three more (q: the number of skips). The
 // pattern is that of Traff's round-optimal broadcast (2022), which chooses the chunks in closed form.
 //
@@ -16,7 +16,7 @@ class CirculantBroadcast {
     std::vector<ChunkSend> chunk_sends;
 
     // All chunks with destinations must have the same holder and the same destinations.
-    CirculantBroadcast(const Ports &ports, const Workload &workload) {
+    CirculantBroadcast(const Nics &nics, const Workload &workload) {
         std::vector<int64_t> chunks;
         for (size_t i = 0; i < workload.host_class_of.size(); ++i)
             if (!workload.host_class_receivers[workload.host_class_of[i]].empty())
@@ -24,21 +24,21 @@ class CirculantBroadcast {
         if (chunks.empty())
             return;
         const int64_t k = workload.host_class_of[chunks[0]];
-        std::vector<int64_t> port_of(ports.num_hosts, -1), port;
-        for (int64_t p = 0; p < ports.count(); ++p)
-            if (!ports.ranks[p].empty())
-                port_of[ports.host[p]] = p;
-        port.push_back(port_of[*workload.host_class_holders[k].begin()]);
+        std::vector<int64_t> nic_of(nics.num_hosts, -1), nic;
+        for (int64_t p = 0; p < nics.count(); ++p)
+            if (!nics.ranks[p].empty())
+                nic_of[nics.host[p]] = p;
+        nic.push_back(nic_of[*workload.host_class_holders[k].begin()]);
         for (const int64_t host : workload.host_class_receivers[k])
-            port.push_back(port_of[host]);
-        send_all(chunks, port);
+            nic.push_back(nic_of[host]);
+        send_all(chunks, nic);
     }
 
   private:
     Interruption interruption_;
 
-    void send_all(const std::vector<int64_t> &chunks, const std::vector<int64_t> &port) {
-        const size_t count = port.size(), n = chunks.size();
+    void send_all(const std::vector<int64_t> &chunks, const std::vector<int64_t> &nic) {
+        const size_t count = nic.size(), n = chunks.size();
         std::vector<size_t> skips;
         for (size_t skip = count; skip > 1;)
             skips.insert(skips.begin(), skip = (skip + 1) / 2);
@@ -63,7 +63,7 @@ class CirculantBroadcast {
                     if (earlier >= 0 && (after.empty() || after[0] != earlier))
                         after.push_back(earlier);
                 const int64_t send = static_cast<int64_t>(chunk_sends.size());
-                chunk_sends.push_back({chunks[chunk], port[from], port[r], source[from][chunk], std::move(after),
+                chunk_sends.push_back({chunks[chunk], nic[from], nic[r], source[from][chunk], std::move(after),
                                        static_cast<double>(slot), static_cast<double>(slot + 1)});
                 last_out[from] = last_in[r] = source[r][chunk] = send;
                 landed.emplace_back(r, chunk);
@@ -74,7 +74,7 @@ class CirculantBroadcast {
         }
     }
 
-    // The highest chunk that one port has and the other lacks, -1 for none.
+    // The highest chunk that one NIC has and the other lacks, -1 for none.
     static int64_t highest(const Bits &have, const Bits &other) {
         for (size_t i = have.num_words(); i-- > 0;)
             if (const uint64_t word = have.word(i) & ~other.word(i))

@@ -38,7 +38,7 @@ void check_range(const int64_t *values, size_t count, int64_t least, size_t belo
 
 // The receivers of a class on one host, in the order of their chain.
 struct Group {
-    int32_t of_class, at, count, port; // port: of the first receiver
+    int32_t of_class, at, count, nic; // nic: of the first receiver
 };
 
 // The number of each value that occurs, ascending; -1 for the others.
@@ -54,18 +54,18 @@ struct Numbers {
     }
 };
 
-// The groups of all classes, in the order of (slot, sender port, class).
+// The groups of all classes, in the order of (slot, sender NIC, class).
 struct Groups {
-    const int64_t *holder, *nbytes, *host, *port; // of each class; of each rank
-    Numbers senders, reached; // ports that send, and ports of first receivers
+    const int64_t *holder, *nbytes, *host, *nic; // of each class; of each rank
+    Numbers senders, reached; // NICs that send, and NICs of first receivers
     LargeArray<Group> groups;
     LargeArray<int32_t> members, order; // receivers of all groups; the groups in order
     int64_t num_slots = 0;
 
-    Groups(Table receivers, const Ints &holder_of, const Ints &bytes_of, const Ints &host_of, const Ints &port_of,
-           size_t num_ports, size_t total, bool rotates)
-        : holder(holder_of.data()), nbytes(bytes_of.data()), host(host_of.data()), port(port_of.data()),
-          senders(num_ports), reached(num_ports) {
+    Groups(Table receivers, const Ints &holder_of, const Ints &bytes_of, const Ints &host_of, const Ints &nic_of,
+           size_t num_nics, size_t total, bool rotates)
+        : holder(holder_of.data()), nbytes(bytes_of.data()), host(host_of.data()), nic(nic_of.data()),
+          senders(num_nics), reached(num_nics) {
         Interruption interruption;
         std::vector<int64_t> row;
         groups.reserve(total), members.reserve(total);
@@ -79,7 +79,7 @@ struct Groups {
             const auto is_before = [&](int64_t a, int64_t b) { return host[a] < host[b]; };
             if (!std::is_sorted(row.begin(), row.end(), is_before))
                 std::stable_sort(row.begin(), row.end(), is_before);
-            senders.mark(port[holder[k]]);
+            senders.mark(nic[holder[k]]);
             for (size_t at = 0, end; at < row.size(); at = end) {
                 for (end = at + 1; end < row.size() && host[row[end]] == host[row[at]];)
                     ++end;
@@ -92,7 +92,7 @@ struct Groups {
     }
 
     void add(size_t k, const std::vector<int64_t> &row, size_t at, size_t count, size_t first) {
-        const int64_t to = port[row[at + first]];
+        const int64_t to = nic[row[at + first]];
         groups.push_back({static_cast<int32_t>(k), static_cast<int32_t>(members.size()), static_cast<int32_t>(count),
                           static_cast<int32_t>(to)});
         reached.mark(to);
@@ -105,10 +105,10 @@ struct Groups {
         const int64_t from = holder[group.of_class];
         if (host[from] == host[members[group.at]])
             return -1;
-        const int64_t apart = reached.of[group.port] - senders.of[port[from]];
+        const int64_t apart = reached.of[group.nic] - senders.of[nic[from]];
         return apart < 0 ? apart + num_slots : apart;
     }
-    int64_t sender(const Group &group) const { return senders.of[port[holder[group.of_class]]]; }
+    int64_t sender(const Group &group) const { return senders.of[nic[holder[group.of_class]]]; }
 
     // Sorts by counting.
     void put_in_order() {
@@ -124,7 +124,7 @@ struct Groups {
     }
 
     // Bytes until the last slot ends, or that the busiest sender passes if they are more: a slot takes as long as its
-    // longest exchange of two ports.
+    // longest exchange of two NICs.
     double busy_bytes() const {
         std::vector<double> sent(senders.count), pair(senders.count);
         double total = 0;
@@ -148,18 +148,18 @@ struct Groups {
 
 // Writes the messages of a rotation: each piece of a class passes along the chain of receivers of each host. Returns
 // the number of entries of `after`, or -1, with nothing written, if the ports are busy for more than `most_bytes`.
-int64_t rotate(Table receivers, Ints holder, Ints nbytes, Ints piece_at, Ints host_of, Ints port_of, int64_t num_ports,
+int64_t rotate(Table receivers, Ints holder, Ints nbytes, Ints piece_at, Ints host_of, Ints nic_of, int64_t num_nics,
                bool rotates, double most_bytes, int64_t window_across, int64_t window_inside, OutInts region,
                OutInts sender, OutInts receiver, OutInts window, OutInts after_at, OutInts after, OutInts source) {
     const char *name = "rotate";
     const size_t classes = receivers.shape(0), width = receivers.shape(1), ranks = host_of.shape(0);
     check(classes && holder.shape(0) == classes && nbytes.shape(0) == classes && piece_at.shape(0) == classes + 1 &&
-              port_of.shape(0) == ranks,
+              nic_of.shape(0) == ranks,
           name, "arrays differ in size");
     check_range(receivers.data(), classes * width, NO_RANK, ranks, name, "receivers");
     check_range(holder.data(), classes, 0, ranks, name, "holder");
-    check(num_ports >= 0 && num_ports < INT32_MAX, name, "there are too many ports");
-    check_range(port_of.data(), ranks, 0, static_cast<size_t>(num_ports), name, "port_of");
+    check(num_nics >= 0 && num_nics < INT32_MAX, name, "there are too many NICs");
+    check_range(nic_of.data(), ranks, 0, static_cast<size_t>(num_nics), name, "nic_of");
     check(std::is_sorted(piece_at.data(), piece_at.data() + classes + 1), name, "piece_at does not rise");
     size_t total = 0, needed = 0;
     for (size_t k = 0; k < classes; ++k) {
@@ -172,7 +172,7 @@ int64_t rotate(Table receivers, Ints holder, Ints nbytes, Ints piece_at, Ints ho
         check(array->shape(0) == needed, name, "an output has the wrong size");
     check(after_at.shape(0) == needed + 1 && after.shape(0) >= 2 * needed, name, "an output has the wrong size");
     nb::gil_scoped_release release;
-    const Groups found(receivers, holder, nbytes, host_of, port_of, static_cast<size_t>(num_ports), total, rotates);
+    const Groups found(receivers, holder, nbytes, host_of, nic_of, static_cast<size_t>(num_nics), total, rotates);
     if (found.busy_bytes() > most_bytes)
         return -1;
     Interruption interruption;
@@ -184,7 +184,7 @@ int64_t rotate(Table receivers, Ints holder, Ints nbytes, Ints piece_at, Ints ho
         const Group &group = found.groups[found.order[g]];
         const int64_t k = group.of_class;
         const bool may_cross = found.slot(group) >= 0;
-        int64_t &sent = last_sent[found.sender(group)], &received = last_received[found.reached.of[group.port]];
+        int64_t &sent = last_sent[found.sender(group)], &received = last_received[found.reached.of[group.nic]];
         for (int64_t piece = piece_at(k); piece < piece_at(k + 1); ++piece)
             for (int32_t hop = 0; hop < group.count; ++hop, ++message) {
                 const bool crosses = !hop && may_cross;
@@ -210,17 +210,17 @@ int64_t rotate(Table receivers, Ints holder, Ints nbytes, Ints piece_at, Ints ho
 }
 
 // Adds the loads of sending each region from its holder to each of its receivers on other hosts: bytes sent and
-// received by each port, and pairs of a sender at the port and a receiver.
-void add_direct_loads(Ints holder, Table receivers, Ints nbytes, Ints host_of, Ints port_of, OutFloats sent,
+// received by each NIC, and pairs of a sender at the NIC and a receiver.
+void add_direct_loads(Ints holder, Table receivers, Ints nbytes, Ints host_of, Ints nic_of, OutFloats sent,
                       OutFloats received, OutFloats pairs) {
     const char *name = "add_direct_loads";
     const size_t tasks = receivers.shape(0), width = receivers.shape(1), ranks = host_of.shape(0);
-    check(holder.shape(0) == tasks && nbytes.shape(0) == tasks && port_of.shape(0) == ranks &&
+    check(holder.shape(0) == tasks && nbytes.shape(0) == tasks && nic_of.shape(0) == ranks &&
               received.shape(0) == sent.shape(0) && pairs.shape(0) == sent.shape(0),
           name, "arrays differ in size");
     check_range(receivers.data(), tasks * width, NO_RANK, ranks, name, "receivers");
     check_range(holder.data(), tasks, 0, ranks, name, "holder");
-    check_range(port_of.data(), ranks, 0, sent.shape(0), name, "port_of");
+    check_range(nic_of.data(), ranks, 0, sent.shape(0), name, "nic_of");
     nb::gil_scoped_release release;
     Interruption interruption;
     LargeArray<int64_t> order(tasks);
@@ -240,9 +240,9 @@ void add_direct_loads(Ints holder, Table receivers, Ints nbytes, Ints host_of, I
             const int64_t to = receivers(task, i);
             if (to == NO_RANK || host_of(to) == host_of(from))
                 continue;
-            sent.data()[port_of(from)] += bytes, received.data()[port_of(to)] += bytes;
+            sent.data()[nic_of(from)] += bytes, received.data()[nic_of(to)] += bytes;
             if (last[to] != from)
-                pairs.data()[port_of(from)] += 1;
+                pairs.data()[nic_of(from)] += 1;
             last[to] = from;
         }
     }
@@ -281,13 +281,13 @@ int64_t number_rows(Table rows, OutInts first, OutInts number) {
 } // namespace
 
 void bind_exchange(nb::module_ &m) {
-    m.def("rotate", &rotate, "receivers"_a, "holder"_a, "nbytes"_a, "piece_at"_a, "host_of"_a, "port_of"_a,
-          "num_ports"_a, "rotates"_a, "most_bytes"_a, "window_across"_a, "window_inside"_a, "region"_a, "sender"_a,
+    m.def("rotate", &rotate, "receivers"_a, "holder"_a, "nbytes"_a, "piece_at"_a, "host_of"_a, "nic_of"_a,
+          "num_nics"_a, "rotates"_a, "most_bytes"_a, "window_across"_a, "window_inside"_a, "region"_a, "sender"_a,
           "receiver"_a, "window"_a, "after_at"_a, "after"_a, "source"_a,
           "Write the messages of a rotation and return the number of entries of after, or -1 if ports would wait.");
     m.def("number_rows", &number_rows, "rows"_a, "first"_a, "number"_a,
           "Number equal rows by their first ones; return the count of numbers.");
-    m.def("add_direct_loads", &add_direct_loads, "holder"_a, "receivers"_a, "nbytes"_a, "host_of"_a, "port_of"_a,
+    m.def("add_direct_loads", &add_direct_loads, "holder"_a, "receivers"_a, "nbytes"_a, "host_of"_a, "nic_of"_a,
           "sent"_a, "received"_a, "pairs"_a,
           "Add the bytes that ports send and receive if each region goes directly to its receivers on other hosts.");
 }

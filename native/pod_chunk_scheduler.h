@@ -1,7 +1,7 @@
 // The chunk scheduler for topologies with pods, where several pairs of ports compete for the uplinks of pods.
 //
-// A resource (port direction or uplink) is worth more the closer its remaining time is to the longest one: 1 for the
-// longest, and steeply less for others. The weight of a possible send is the sum over its resources. A port takes one
+// A port (one direction of a NIC or uplink) is worth more the closer its remaining time is to the longest one: 1 for the
+// longest, and steeply less for others. The weight of a possible send is the sum over its ports. That of a NIC takes one
 // send at a time, an uplink as many as its rate allows. A set of sends is chosen greedily, heaviest first, and improved
 // by exchanges: take one more send, drop sends that block it, and add others that then fit, as long as the weight
 // grows. A chunk enters a pod over its uplink once. Uplinks with time to spare may also bring chunks that the pod
@@ -18,8 +18,8 @@ constexpr double GAIN = 1e-9;    // tolerance of rates, and least gain of an exc
 
 class PodChunkScheduler final : public ChunkScheduler {
   public:
-    PodChunkScheduler(const Ports &ports, const Workload &workload)
-        : ChunkScheduler(ports, workload) {
+    PodChunkScheduler(const Nics &nics, const Workload &workload)
+        : ChunkScheduler(nics, workload) {
         first_uplink_ = up_.front().number;
         by_.resize(down_.back().number + 1), worth_.resize(by_.size()), is_busy_.resize(by_.size());
         place_.resize(by_.size()), taken_.resize(by_.size()), heaviest_.resize(by_.size());
@@ -33,9 +33,9 @@ class PodChunkScheduler final : public ChunkScheduler {
             for (const int64_t s : senders)
                 if (can_start(s, r)) {
                     Choice choice{s, r, rate(s, r)};
-                    each_resource(s, r, [&](const Resource &resource) {
-                        choice.passes[choice.num_passed++] = resource.number;
-                        choice.weight += worth_[resource.number];
+                    each_port(s, r, [&](const Port &port) {
+                        choice.passes[choice.num_passed++] = port.number;
+                        choice.weight += worth_[port.number];
                     });
                     choices_.push_back(choice);
                 }
@@ -52,7 +52,7 @@ class PodChunkScheduler final : public ChunkScheduler {
     }
 
   private:
-    // A send that could start. passes: the numbers of its resources, sender's port first.
+    // A send that could start. passes: the numbers of its ports, sender's port first.
     struct Choice {
         int64_t s, r;
         double rate;
@@ -68,23 +68,23 @@ class PodChunkScheduler final : public ChunkScheduler {
     int64_t first_uplink_;
     std::vector<double> worth_;
     std::vector<Choice> choices_;
-    std::vector<Row> by_;       // by resource: the chosen sends that pass it
+    std::vector<Row> by_;       // by port: the chosen sends that pass it
     std::vector<double> taken_; // by uplink: see taken(), -1 where it is not known
     std::vector<double> heaviest_; // by port: the weight of its heaviest choice
     size_t num_chosen_ = 0;
-    std::vector<char> is_busy_; // by resource: whether a chosen send begins or ends there
+    std::vector<char> is_busy_; // by port: whether a chosen send begins or ends there
     std::vector<int64_t> from_, to_, place_; // ports of senders, ports of receivers; place of each port in its list
     Row index_; // by pair of sender and receiver: its choice, or -1
     Row gone_, added_, others_, free_; // scratch
 
-    Resource &uplink(int64_t number) {
+    Port &uplink(int64_t number) {
         const int64_t i = number - first_uplink_, n = static_cast<int64_t>(up_.size());
         return i < n ? up_[i] : down_[i - n];
     }
 
     // Lists the ports, and the choice of each pair.
     void number_pairs(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) {
-        const auto list = [&](std::vector<int64_t> &ports, const std::vector<Resource> &ends, const auto &which) {
+        const auto list = [&](std::vector<int64_t> &ports, const std::vector<Port> &ends, const auto &which) {
             ports.clear();
             for (const int64_t port : which) {
                 place_[ends[port].number] = static_cast<int64_t>(ports.size());
@@ -267,7 +267,7 @@ class PodChunkScheduler final : public ChunkScheduler {
         return false;
     }
 
-    // Sets the worth of keeping each resource busy, from its remaining time.
+    // Sets the worth of keeping each port busy, from its remaining time.
     void find_worth(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) {
         std::vector<std::pair<int64_t, double>> left;
         for (const int64_t r : receivers)
@@ -275,8 +275,8 @@ class PodChunkScheduler final : public ChunkScheduler {
         for (const int64_t s : senders)
             left.emplace_back(out_[s].number, to_give_[s]);
         for (size_t q = 0; q < up_.size(); ++q) {
-            left.emplace_back(down_[q].number, static_cast<double>(chunk_state_.to_enter(q)) / UNITS / down_[q].rate);
-            left.emplace_back(up_[q].number, static_cast<double>(chunk_state_.to_leave(q)) / UNITS / up_[q].rate);
+            left.emplace_back(down_[q].number, static_cast<double>(chunk_state_.to_enter(q)) / CHUNK_UNITS / down_[q].rate);
+            left.emplace_back(up_[q].number, static_cast<double>(chunk_state_.to_leave(q)) / CHUNK_UNITS / up_[q].rate);
         }
         double most = 0;
         for (const auto &[number, load] : left)
@@ -291,11 +291,11 @@ class PodChunkScheduler final : public ChunkScheduler {
     bool help_pods(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) {
         bool started = false;
         for (const int64_t r : receivers) {
-            const int64_t q = ports_.pod[ports_.host[r]];
-            if (static_cast<double>(chunk_state_.to_enter(q)) / UNITS / down_[q].rate + 1 > to_get_[r])
+            const int64_t q = nics_.pod[nics_.host[r]];
+            if (static_cast<double>(chunk_state_.to_enter(q)) / CHUNK_UNITS / down_[q].rate + 1 > to_get_[r])
                 continue;
             for (const int64_t s : senders)
-                if (ports_.pod[ports_.host[s]] != q && rate(s, r) > 0 && start(s, r, true)) {
+                if (nics_.pod[nics_.host[s]] != q && rate(s, r) > 0 && start(s, r, true)) {
                     started = true;
                     break;
                 }

@@ -1,9 +1,9 @@
-// Turns sends of chunks between ports into messages of pieces between ranks.
+// Turns sends of chunks between NICs into messages of pieces between ranks.
 //
-// A chunk is sent piece by piece. The sender of a piece is a rank at the sending port that has the piece. The receiver
-// is a rank at the receiving port that needs it. If a port has no such rank, another rank at the port stages the piece.
+// A chunk is sent piece by piece. The sender of a piece is a rank at the sending NIC that has the piece. The receiver
+// is a rank at the receiving NIC that needs it. If a NIC has no such rank, another rank at the NIC stages the piece.
 // The receiver forwards the piece to all ranks of its host that need it, along a chain or, for many ranks, a binary
-// tree. Among several candidates, the port keeps the rank that it used last until that rank is `run` pieces ahead of
+// tree. Among several candidates, the NIC keeps the rank that it used last until that rank is `run` pieces ahead of
 // the least loaded one, because each change of rank costs a wait of one rank for the other.
 //
 // A rank stages at most MAX_STAGED pieces for others. Beyond that it drops the oldest one. If the piece is needed
@@ -35,12 +35,12 @@ class RankAssignment {
   public:
     Messages messages;
 
-    RankAssignment(const Ports &ports, const Workload &workload, const std::vector<ChunkSend> &chunk_sends)
-        : ports_(ports), workload_(workload), chunk_sends_(chunk_sends), sent_(ports.of_rank.size()),
-          landed_(ports.of_rank.size()), last_sender_(ports.host.size(), -1), last_receiver_(ports.host.size(), -1),
-          where_(workload.piece_class.size()), receivers_(workload.class_receivers.size()), staged_(ports.of_rank.size()) {
-        for (const int64_t port : ports.of_rank)
-            host_of_.push_back(port < 0 ? -1 : ports.host[port]);
+    RankAssignment(const Nics &nics, const Workload &workload, const std::vector<ChunkSend> &chunk_sends)
+        : nics_(nics), workload_(workload), chunk_sends_(chunk_sends), sent_(nics.of_rank.size()),
+          landed_(nics.of_rank.size()), last_sender_(nics.host.size(), -1), last_receiver_(nics.host.size(), -1),
+          where_(workload.piece_class.size()), receivers_(workload.class_receivers.size()), staged_(nics.of_rank.size()) {
+        for (const int64_t nic : nics.of_rank)
+            host_of_.push_back(nic < 0 ? -1 : nics.host[nic]);
     }
 
     void run() {
@@ -121,11 +121,11 @@ class RankAssignment {
     };
 
     Interruption interruption_;
-    const Ports &ports_;
+    const Nics &nics_;
     const Workload &workload_;
     const std::vector<ChunkSend> &chunk_sends_;
     std::vector<int64_t> host_of_, sent_, landed_, near_, here_; // sent_, landed_: bytes sent and received by each rank
-    std::vector<int64_t> last_sender_, last_receiver_; // by port: the rank used last, -1 for none
+    std::vector<int64_t> last_sender_, last_receiver_; // by NIC: the rank used last, -1 for none
     std::vector<int64_t> after_;
     std::vector<int64_t> last_use_; // by message: the last message that passes on what it stages, -1 for none
     std::vector<Places> where_; // by piece: the hosts that have copies
@@ -139,7 +139,7 @@ class RankAssignment {
         if (!found.at.empty())
             return found;
         const auto ranks = workload_.class_receivers[k];
-        num_on_.resize(ports_.num_hosts);
+        num_on_.resize(nics_.num_hosts);
         for (const int64_t rank : ranks)
             if (num_on_[host_of_[rank]]++ == 0)
                 found.hosts.push_back(host_of_[rank]);
@@ -197,17 +197,17 @@ class RankAssignment {
     // Sends a piece to another host, and there to all ranks that need it. Returns the message between the hosts.
     int64_t pass_on(int64_t piece, const ChunkSend &chunk_send, const std::vector<int64_t> &after, double start,
                     double end) {
-        const int64_t port = chunk_send.receiver, host = ports_.host[port];
+        const int64_t nic = chunk_send.receiver, host = nics_.host[nic];
         const auto [sender, source] = find_sender(piece, chunk_send.sender, start);
         receivers_of(workload_.piece_class[piece]).ranks_on(host, near_);
         here_.clear();
         for (const int64_t rank : near_)
-            if (ports_.of_rank[rank] == port)
+            if (nics_.of_rank[rank] == nic)
                 here_.push_back(rank);
         if (here_.empty())
-            here_ = ports_.ranks[port];
-        const int64_t receiver = keep_or_least(here_, landed_, last_receiver_[port], workload_.piece_bytes[piece]);
-        last_receiver_[port] = receiver;
+            here_ = nics_.ranks[nic];
+        const int64_t receiver = keep_or_least(here_, landed_, last_receiver_[nic], workload_.piece_bytes[piece]);
+        last_receiver_[nic] = receiver;
         const int64_t message = send(piece, sender, receiver, source, after, start, end);
         landed_[receiver] += workload_.piece_bytes[piece];
         Place place{host, {{receiver, message}}, {}};
@@ -262,10 +262,10 @@ class RankAssignment {
         }
     }
 
-    // Returns a rank at a port that has a piece, and the message that brought it (-1: the rank holds it). If no rank at
-    // the port has the piece, one of them first receives it from a rank at another port of the host and stages it.
-    std::pair<int64_t, int64_t> find_sender(int64_t piece, int64_t port, double when) {
-        const int64_t host = ports_.host[port];
+    // Returns a rank at a NIC that has a piece, and the message that brought it (-1: the rank holds it). If no rank at
+    // the NIC has the piece, one of them first receives it from a rank at another NIC of the host and stages it.
+    std::pair<int64_t, int64_t> find_sender(int64_t piece, int64_t nic, double when) {
+        const int64_t host = nics_.host[nic];
         Place *place = where_[piece].find(host);
         if (!place) {
             place = &where_[piece].add({host, {}, {}});
@@ -285,20 +285,20 @@ class RankAssignment {
             for (const Copy &copy : copies) {
                 if (!takes_any && !comes_first(copy))
                     continue;
-                if (ports_.of_rank[copy.rank] == port)
+                if (nics_.of_rank[copy.rank] == nic)
                     here_.push_back(copy.rank);
                 if (!takes_any && (!near || sent_[copy.rank] < sent_[near->rank]))
                     near = &copy;
             }
             if (!here_.empty()) {
-                const int64_t rank = keep_or_least(here_, sent_, last_sender_[port], workload_.piece_bytes[piece]);
-                last_sender_[port] = rank;
+                const int64_t rank = keep_or_least(here_, sent_, last_sender_[nic], workload_.piece_bytes[piece]);
+                last_sender_[nic] = rank;
                 return {rank, std::find_if(copies.begin(), copies.end(), [&](const Copy &copy) {
                                   return copy.rank == rank;
                               })->message};
             }
         }
-        const int64_t rank = least(ports_.ranks[port], landed_);
+        const int64_t rank = least(nics_.ranks[nic], landed_);
         after_.clear();
         for (const Copy &copy : place->given_up)
             if (copy.rank == rank && last_use_[copy.message] >= 0)

@@ -1,4 +1,4 @@
-// make_schedule checks the arrays of the ports and the workload. It then runs the chunk scheduler, the rank assignment
+// make_schedule checks the arrays of the NICs and the workload. It then runs the chunk scheduler, the rank assignment
 // and the linearization. Python reference: tests/reference/schedule.py.
 
 #include <memory>
@@ -64,8 +64,8 @@ std::pair<Ints, Ints> pair_field(nb::handle object, const char *name) {
     return field<std::pair<Ints, Ints>>(object, name);
 }
 
-// Whether each host has one port with ranks, and all chunks that move have the same single holder and destinations.
-bool is_broadcast(const Ports &ports, const Workload &workload) {
+// Whether each host has one NIC with ranks, and all chunks that move have the same single holder and destinations.
+bool is_broadcast(const Nics &nics, const Workload &workload) {
     int64_t k = -1;
     for (const int64_t other : workload.host_class_of)
         if (!workload.host_class_receivers[other].empty() && k != other) {
@@ -75,21 +75,21 @@ bool is_broadcast(const Ports &ports, const Workload &workload) {
         }
     if (k < 0)
         return true;
-    std::vector<char> has_port(ports.num_hosts);
-    for (int64_t p = 0; p < ports.count(); ++p)
-        has_port[ports.host[p]] |= !ports.ranks[p].empty();
+    std::vector<char> has_nic(nics.num_hosts);
+    for (int64_t p = 0; p < nics.count(); ++p)
+        has_nic[nics.host[p]] |= !nics.ranks[p].empty();
     const auto has_all = [&](const Members::Row &hosts) {
-        return std::all_of(hosts.begin(), hosts.end(), [&](int64_t host) { return has_port[host] != 0; });
+        return std::all_of(hosts.begin(), hosts.end(), [&](int64_t host) { return has_nic[host] != 0; });
     };
-    return !ports.have_multi_port_hosts && ports.pod.empty() && workload.host_class_holders[k].size() == 1 &&
+    return !nics.have_multi_nic_hosts && nics.pod.empty() && workload.host_class_holders[k].size() == 1 &&
            has_all(workload.host_class_holders[k]) && has_all(workload.host_class_receivers[k]);
 }
 
-nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
-    const auto host = field<Ints>(given_ports, "host"), of_rank = field<Ints>(given_ports, "of_rank"),
-               pod = field<Ints>(given_ports, "pod");
-    const auto out = field<Floats>(given_ports, "out"), into = field<Floats>(given_ports, "into"),
-               up = field<Floats>(given_ports, "up"), down = field<Floats>(given_ports, "down");
+nb::tuple make_schedule(nb::handle given_nics, nb::handle given) {
+    const auto host = field<Ints>(given_nics, "host"), of_rank = field<Ints>(given_nics, "of_rank"),
+               pod = field<Ints>(given_nics, "pod");
+    const auto out = field<Floats>(given_nics, "out"), into = field<Floats>(given_nics, "into"),
+               up = field<Floats>(given_nics, "up"), down = field<Floats>(given_nics, "down");
     const auto [host_class_holders_at, host_class_holders] = pair_field(given, "host_class_holders");
     const auto [host_class_receivers_at, host_class_receivers] = pair_field(given, "host_class_receivers");
     const auto [class_holders_at, class_holders] = pair_field(given, "class_holders");
@@ -97,16 +97,16 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
     const auto host_class_size = field<Ints>(given, "host_class_size"), host_class_of = field<Ints>(given, "host_class_of"),
                piece_at = field<Ints>(given, "piece_at"), piece_class = field<Ints>(given, "piece_class"),
                piece_bytes = field<Ints>(given, "piece_bytes");
-    Ports ports{to_vector(host, 1 << 20, 0, "host"), to_vector(of_rank, host.shape(0), -1, "of_rank"),
+    Nics nics{to_vector(host, 1 << 20, 0, "host"), to_vector(of_rank, host.shape(0), -1, "of_rank"),
                 to_vector(pod, up.shape(0), 0, "pod"), to_vector(out), to_vector(into), to_vector(up), to_vector(down)};
-    if (!ports.count() || out.shape(0) != host.shape(0) || into.shape(0) != host.shape(0) ||
+    if (!nics.count() || out.shape(0) != host.shape(0) || into.shape(0) != host.shape(0) ||
         up.shape(0) != down.shape(0))
-        throw std::invalid_argument("make_schedule: ports are not as many as their rates");
-    ports.find_ranks();
-    if (pod.shape(0) && static_cast<int64_t>(pod.shape(0)) < ports.num_hosts)
+        throw std::invalid_argument("make_schedule: NICs are not as many as their rates");
+    nics.find_ranks();
+    if (pod.shape(0) && static_cast<int64_t>(pod.shape(0)) < nics.num_hosts)
         throw std::invalid_argument("make_schedule: a host has no pod");
     const size_t host_classes = rows(host_class_holders_at), classes = rows(class_holders_at);
-    const size_t hosts = static_cast<size_t>(ports.num_hosts), ranks = of_rank.shape(0);
+    const size_t hosts = static_cast<size_t>(nics.num_hosts), ranks = of_rank.shape(0);
     const size_t pieces = piece_class.shape(0);
     Workload workload{members(host_class_holders_at, host_class_holders, host_classes, hosts, "host_class_holders"),
                     members(host_class_receivers_at, host_class_receivers, host_classes, hosts, "host_class_receivers"),
@@ -125,8 +125,8 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
                     field<double>(given, "inside_per_byte")};
     for (const Ints *table : {&class_holders, &class_receivers})
         for (size_t i = 0; i < table->shape(0); ++i)
-            if (ports.of_rank[table->data()[i]] < 0)
-                throw std::out_of_range("make_schedule: a rank has no port");
+            if (nics.of_rank[table->data()[i]] < 0)
+                throw std::out_of_range("make_schedule: a rank has no NIC");
     if (host_class_size.shape(0) != host_classes)
         throw std::invalid_argument("make_schedule: host classes are not as many as their sizes");
     if (piece_bytes.shape(0) != pieces || workload.piece_at.size() != workload.host_class_of.size() + 1 ||
@@ -134,7 +134,7 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
         std::adjacent_find(workload.piece_at.begin(), workload.piece_at.end(), std::greater_equal<>()) !=
             workload.piece_at.end())
         throw std::invalid_argument("make_schedule: chunks are not divided into pieces");
-    if (workload.is_broadcast && !is_broadcast(ports, workload))
+    if (workload.is_broadcast && !is_broadcast(nics, workload))
         throw std::invalid_argument("make_schedule: the chunks are not a broadcast from one host");
     Messages made;
     std::vector<int64_t> order;
@@ -143,22 +143,22 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
         nb::gil_scoped_release release;
         std::vector<ChunkSend> chunk_sends;
         if (workload.is_broadcast) {
-            chunk_sends = std::move(CirculantBroadcast(ports, workload).chunk_sends);
+            chunk_sends = std::move(CirculantBroadcast(nics, workload).chunk_sends);
             done = true;
         } else {
             std::unique_ptr<ChunkScheduler> scheduler;
-            if (ports.pod.empty())
-                scheduler = std::make_unique<ChunkScheduler>(ports, workload);
+            if (nics.pod.empty())
+                scheduler = std::make_unique<ChunkScheduler>(nics, workload);
             else
-                scheduler = std::make_unique<PodChunkScheduler>(ports, workload);
+                scheduler = std::make_unique<PodChunkScheduler>(nics, workload);
             done = scheduler->run();
             chunk_sends = std::move(scheduler->chunk_sends);
         }
         if (done) {
-            RankAssignment assignment(ports, workload, chunk_sends);
+            RankAssignment assignment(nics, workload, chunk_sends);
             assignment.run();
             made = std::move(assignment.messages);
-            if (ports.have_equal_rates()) { // then the order of end times is right for both senders and receivers
+            if (nics.have_equal_rates()) { // then the order of end times is right for both senders and receivers
                 for (size_t i = 0; i < made.piece.size(); ++i)
                     order.push_back(static_cast<int64_t>(i));
                 std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return made.ends_before(a, b); });
@@ -176,6 +176,6 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
 } // namespace
 
 void bind_schedule(nb::module_ &m) {
-    m.def("make_schedule", &make_schedule, "ports"_a, "workload"_a,
+    m.def("make_schedule", &make_schedule, "nics"_a, "workload"_a,
           "Returns piece, sender, receiver, source, after_at and after of all messages, and the order of messages.");
 }

@@ -1,8 +1,8 @@
 // Messages between ranks on one host through rings of slots in shared memory. Linux only; other systems do without them.
 //
 // Each rank owns a segment, which the other ranks of the host map: a header with a bell, on which the threads of the
-// owner sleep, and a channel to each other rank. A channel has a ring of slots with data, and a ring of grants, by which
-// the receiver asks for messages: the sender fills slots only with messages that the receiver has posted, so every slot
+// owner sleep, and a ring to each other rank: of slots with data, beside a ring of grants, by which the receiver asks
+// for messages. The sender fills slots only with messages that the receiver has posted, so every slot
 // empties without a further message. Counters are 32-bit words that wrap around. There is no lock in shared memory, so a
 // rank that is killed leaves none behind. Whatever another rank wrote is checked before it is used.
 
@@ -65,7 +65,7 @@ struct Header { // of a segment
     alignas(64) Word closed;
 };
 
-struct Channel { // from the owner of the segment to one other rank
+struct ShmRing { // from the owner of the segment to one other rank
     struct Frame {
         uint32_t tag, nbytes;
     };
@@ -83,10 +83,10 @@ struct Channel { // from the owner of the segment to one other rank
 };
 
 constexpr size_t PAGE = 4096;
-constexpr size_t CHANNEL_BYTES = PAGE + NUM_SLOTS * SLOT_BYTES;
-static_assert(sizeof(Header) <= PAGE && sizeof(Channel) <= PAGE);
+constexpr size_t SHM_RING_BYTES = PAGE + NUM_SLOTS * SLOT_BYTES;
+static_assert(sizeof(Header) <= PAGE && sizeof(ShmRing) <= PAGE);
 
-size_t segment_bytes(size_t num_ranks) { return PAGE + num_ranks * CHANNEL_BYTES; }
+size_t segment_bytes(size_t num_ranks) { return PAGE + num_ranks * SHM_RING_BYTES; }
 
 constexpr int POPULATE_WRITE = 23; // MADV_POPULATE_WRITE, since Linux 5.14
 
@@ -104,9 +104,9 @@ void sleep_on(Word &word, uint32_t value, int64_t nanoseconds) {
 struct Segment {
     uint8_t *base = nullptr;
     Header &header() const { return *reinterpret_cast<Header *>(base); }
-    Channel &channel(size_t to) const { return *reinterpret_cast<Channel *>(base + PAGE + to * CHANNEL_BYTES); }
+    ShmRing &shm_ring(size_t to) const { return *reinterpret_cast<ShmRing *>(base + PAGE + to * SHM_RING_BYTES); }
     uint8_t *slot(size_t to, uint32_t number) const {
-        return base + 2 * PAGE + to * CHANNEL_BYTES + (number % NUM_SLOTS) * SLOT_BYTES;
+        return base + 2 * PAGE + to * SHM_RING_BYTES + (number % NUM_SLOTS) * SLOT_BYTES;
     }
     void ring(bool always = false) const {
         header().bell.fetch_add(1);
@@ -193,14 +193,14 @@ class Rings {
   public:
     // own: the segment of this rank. index: its number among the ranks of the host.
     Rings(Bytes own, size_t index) : process_(getpid()), index_(index) {
-        if (own.shape(0) < PAGE || (own.shape(0) - PAGE) % CHANNEL_BYTES || index >= (own.shape(0) - PAGE) / CHANNEL_BYTES)
+        if (own.shape(0) < PAGE || (own.shape(0) - PAGE) % SHM_RING_BYTES || index >= (own.shape(0) - PAGE) / SHM_RING_BYTES)
             throw std::invalid_argument("rings: a segment has another size");
-        peers_.resize((own.shape(0) - PAGE) / CHANNEL_BYTES);
+        peers_.resize((own.shape(0) - PAGE) / SHM_RING_BYTES);
         own_ = {own.data()};
         nbytes_ = own.shape(0);
         take_memory(own_.base, PAGE);
         for (size_t number = 0; number < peers_.size(); ++number)
-            take_memory(own_.base + PAGE + number * CHANNEL_BYTES, PAGE);
+            take_memory(own_.base + PAGE + number * SHM_RING_BYTES, PAGE);
         kept_.push_back(own);
     }
     ~Rings() {
@@ -220,12 +220,12 @@ class Rings {
         peers_[number]->segment = {segment.data()};
         peers_[number]->descriptor = static_cast<int>(descriptor);
         kept_.push_back(segment);
-        peers_[number]->segment.channel(index_).mapped.store(1);
+        peers_[number]->segment.shm_ring(index_).mapped.store(1);
         return true;
     }
     // Whether both ranks have mapped the segment of the other. Call it when all have added theirs.
     bool reaches(size_t number) const {
-        return number < peers_.size() && peers_[number] && own_.channel(number).mapped.load() == 1;
+        return number < peers_.size() && peers_[number] && own_.shm_ring(number).mapped.load() == 1;
     }
     std::shared_ptr<Operation> send(size_t number, uint32_t tag, Table boxes) {
         Peer &peer = peer_of(number);
@@ -378,15 +378,15 @@ class Rings {
 
     // Asks the peer for messages.
     bool grant(Peer &peer) {
-        Channel &channel = peer.segment.channel(index_);
+        ShmRing &shm_ring = peer.segment.shm_ring(index_);
         bool moved = false;
         while (!peer.ungranted.empty()) {
-            const uint32_t number = channel.granted.load();
-            if (number - channel.taken.load() >= NUM_GRANTS)
+            const uint32_t number = shm_ring.granted.load();
+            if (number - shm_ring.taken.load() >= NUM_GRANTS)
                 break;
             const auto &op = *peer.ungranted.front();
-            channel.grants[number % NUM_GRANTS] = {op.tag, 0, op.cursor.left()};
-            channel.granted.store(number + 1);
+            shm_ring.grants[number % NUM_GRANTS] = {op.tag, 0, op.cursor.left()};
+            shm_ring.granted.store(number + 1);
             peer.ungranted.pop_front();
             moved = true;
         }
@@ -397,20 +397,20 @@ class Rings {
     // Fills a slot.
     bool push(Peer &peer) {
         const size_t number = number_of(peer);
-        Channel &channel = own_.channel(number);
-        const uint32_t granted = channel.granted.load();
-        uint32_t taken = channel.taken.load();
+        ShmRing &shm_ring = own_.shm_ring(number);
+        const uint32_t granted = shm_ring.granted.load();
+        uint32_t taken = shm_ring.taken.load();
         const uint32_t unread = granted - taken;
         require(unread <= NUM_GRANTS, "a rank of this host damaged shared memory: too many grants");
         for (; taken != granted; ++taken) {
-            const Channel::Grant item = channel.grants[taken % NUM_GRANTS];
+            const ShmRing::Grant item = shm_ring.grants[taken % NUM_GRANTS];
             peer.asked[item.tag].push_back(item.nbytes);
         }
-        channel.taken.store(taken);
-        if (channel.granted.load() - (taken - unread) >= NUM_GRANTS) // the peer, which writes more, may wait for room
+        shm_ring.taken.store(taken);
+        if (shm_ring.granted.load() - (taken - unread) >= NUM_GRANTS) // the peer, which writes more, may wait for room
             peer.segment.ring();
-        const uint32_t produced = channel.produced.load();
-        const uint32_t full = produced - channel.consumed.load();
+        const uint32_t produced = shm_ring.produced.load();
+        const uint32_t full = produced - shm_ring.consumed.load();
         require(full <= NUM_SLOTS, "a rank of this host damaged shared memory: too many slots");
         if (full == NUM_SLOTS)
             return false;
@@ -419,8 +419,8 @@ class Rings {
             return false;
         const size_t nbytes = std::min<uint64_t>(op->cursor.left(), SLOT_BYTES);
         op->cursor.copy<true>(own_.slot(number, produced), nbytes);
-        channel.frames[produced % NUM_SLOTS] = {op->tag, static_cast<uint32_t>(nbytes)};
-        channel.produced.store(produced + 1);
+        shm_ring.frames[produced % NUM_SLOTS] = {op->tag, static_cast<uint32_t>(nbytes)};
+        shm_ring.produced.store(produced + 1);
         peer.segment.ring();
         if (!op->cursor.left())
             finish(peer.sends, op);
@@ -449,12 +449,12 @@ class Rings {
     // Empties a slot.
     bool pull(Peer &peer) {
         const bool moved = grant(peer);
-        Channel &channel = peer.segment.channel(index_);
-        const uint32_t consumed = channel.consumed.load(), full = channel.produced.load() - consumed;
+        ShmRing &shm_ring = peer.segment.shm_ring(index_);
+        const uint32_t consumed = shm_ring.consumed.load(), full = shm_ring.produced.load() - consumed;
         require(full <= NUM_SLOTS, "a rank of this host damaged shared memory: too many slots");
         if (!full)
             return moved;
-        const Channel::Frame frame = channel.frames[consumed % NUM_SLOTS];
+        const ShmRing::Frame frame = shm_ring.frames[consumed % NUM_SLOTS];
         const auto posted = std::find_if(peer.recvs.begin(), peer.recvs.end(),
                                          [&](const auto &op) { return op->tag == frame.tag; });
         require(posted != peer.recvs.end(), "a rank of this host sent a message that nothing waits for");
@@ -462,7 +462,7 @@ class Rings {
         require(frame.nbytes <= SLOT_BYTES && frame.nbytes <= op->cursor.left(),
                 "a rank of this host sent another number of bytes");
         op->cursor.copy<false>(peer.segment.slot(index_, consumed), frame.nbytes);
-        channel.consumed.store(consumed + 1);
+        shm_ring.consumed.store(consumed + 1);
         if (full <= NUM_SLOTS / 2 + 1) // wake a sender when it has room for some slots
             peer.segment.ring();
         if (!op->cursor.left())

@@ -1,4 +1,4 @@
-// Types of the chunk scheduler: arrays from Python, bit sets, ports, links, the workload, and transfers.
+// Types of the chunk scheduler: arrays from Python, bit sets, ports, NICs, the workload, and transfers.
 
 #pragma once
 
@@ -19,7 +19,7 @@ using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Floats = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 constexpr double NO_RATE = 1e-9; // rates up to this count as 0
-constexpr double UNITS = 1024;   // size of a chunk that a port of rate 1 sends in one clock step
+constexpr double CHUNK_UNITS = 1024; // size of a chunk that a NIC of rate 1 sends in one clock step
 
 // Rows of integers: row k is values[at[k]:at[k + 1]].
 class Members {
@@ -65,10 +65,10 @@ class Bits {
     std::vector<uint64_t> words_;
 };
 
-// One direction of a port or uplink. Flows share its rate. `free_parts` lists the free parts of the rate, oldest
+// One direction of a NIC or uplink. Flows share its rate. `free_parts` lists the free parts of the rate, oldest
 // first. Each part names the send whose end freed it (-1: free from the start) and that send's sender. A send that
 // reserves a part must start after the send that freed the part.
-struct Resource {
+struct Port {
     int64_t number;
     double rate, free;
     struct FreePart {
@@ -76,7 +76,7 @@ struct Resource {
         double rate;
     };
     std::vector<FreePart> free_parts;
-    Resource(int64_t n, double r) : number(n), rate(r), free(r), free_parts{{-1, -1, r}} {}
+    Port(int64_t n, double r) : number(n), rate(r), free(r), free_parts{{-1, -1, r}} {}
     // Reserves a part of the rate, from parts freed by the same sender first. Calls before() with each send that freed one
     // of those parts.
     template <typename F> void reserve(double reserved, int64_t sender, F before) {
@@ -99,17 +99,17 @@ struct Resource {
     }
 };
 
-// The network, with one port per NIC.
-struct Ports {
-    std::vector<int64_t> host;    // of each port
-    std::vector<int64_t> of_rank; // port of each rank, -1 for ranks that do not participate
+// The network: NICs, their ranks, and uplinks.
+struct Nics {
+    std::vector<int64_t> host;    // of each NIC
+    std::vector<int64_t> of_rank; // NIC of each rank, -1 for ranks that do not participate
     std::vector<int64_t> pod;     // of each host; empty without pods
-    std::vector<double> out, into, up, down; // egress and ingress rates of ports, then of pod uplinks
-    std::vector<std::vector<int64_t>> ranks; // of each port
+    std::vector<double> out, into, up, down; // egress and ingress rates of NICs, then of pod uplinks
+    std::vector<std::vector<int64_t>> ranks; // of each NIC
     int64_t num_hosts = 0;
-    bool have_multi_port_hosts = false; // some host has several ports with ranks
+    bool have_multi_nic_hosts = false; // some host has several NICs with ranks
 
-    // Whether all ports and uplinks have the same rate.
+    // Whether all NICs and uplinks have the same rate.
     bool have_equal_rates() const {
         for (const auto *rates : {&out, &into, &up, &down})
             for (const double rate : *rates)
@@ -125,15 +125,15 @@ struct Ports {
                 ranks[of_rank[rank]].push_back(static_cast<int64_t>(rank));
         num_hosts = *std::max_element(host.begin(), host.end()) + 1;
         std::vector<char> used(num_hosts);
-        for (size_t port = 0; port < host.size(); ++port)
-            if (!ranks[port].empty()) {
-                have_multi_port_hosts |= used[host[port]] != 0;
-                used[host[port]] = 1;
+        for (size_t nic = 0; nic < host.size(); ++nic)
+            if (!ranks[nic].empty()) {
+                have_multi_nic_hosts |= used[host[nic]] != 0;
+                used[host[nic]] = 1;
             }
     }
 };
 
-// The chunks to schedule; see Workload in planner/multicast/workload.py. A chunk belongs to a host class, which lists
+// The chunks to schedule; see ChunkWorkload in planner/multicast/workload.py. A chunk belongs to a host class, which lists
 // the hosts that hold it and the hosts that need it. A chunk consists of pieces. A piece belongs to a class, which lists
 // the ranks that hold it and the ranks that need it.
 struct Workload {
@@ -141,14 +141,14 @@ struct Workload {
     std::vector<int64_t> host_class_size, host_class_of;
     Members class_holders, class_receivers;
     std::vector<int64_t> piece_at, piece_class, piece_bytes;
-    int64_t max_lead;    // a rank is used until it is this many pieces ahead of the least loaded rank at its port
-    bool near_first;     // whether ports prefer chunks that their own ranks hold or need over the rarest chunks
+    int64_t max_lead;    // a rank is used until it is this many pieces ahead of the least loaded rank at its NIC
+    bool near_first;     // whether NICs prefer chunks that their own ranks hold or need over the rarest chunks
     bool keeps_partners; // whether a sender keeps its first receiver for as long as it can
     bool is_broadcast;   // whether one host sends all chunks to all others, see circulant_broadcast.h
     double inside_each, inside_per_byte; // time of a message inside a host, per message and per byte, in clock steps
 };
 
-// A send of one chunk from port to port. source: the send that brought the chunk to the sending host, -1 if the host
+// A send of one chunk from NIC to NIC. source: the send that brought the chunk to the sending host, -1 if the host
 // holds it from the start. after: the sends whose ends freed the rate that this send uses.
 struct ChunkSend {
     int64_t chunk, sender, receiver, source;
@@ -156,7 +156,7 @@ struct ChunkSend {
     double start, end;
 };
 
-// A send in progress from port s to port r. rate: the rate reserved at its resources; speed: its current rate, which
+// A send in progress from NIC s to NIC r. rate: the rate reserved at its ports; speed: its current rate, which
 // may be higher; left: the part of the chunk that remains.
 struct Flow {
     int64_t s, r, chunk;

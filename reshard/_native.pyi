@@ -83,8 +83,8 @@ def rotate(
     nbytes: Any,
     piece_at: Any,
     host_of: Any,
-    port_of: Any,
-    num_ports: int,
+    nic_of: Any,
+    num_nics: int,
     rotates: bool,
     most_bytes: float,
     window_across: int,
@@ -106,7 +106,7 @@ def number_rows(rows: Any, first: Any, number: Any) -> int:
     """Number equal rows in the order of their first ones; return the count of numbers."""
 
 def add_direct_loads(
-    holder: Any, receivers: Any, nbytes: Any, host_of: Any, port_of: Any, sent: Any, received: Any, pairs: Any
+    holder: Any, receivers: Any, nbytes: Any, host_of: Any, nic_of: Any, sent: Any, received: Any, pairs: Any
 ) -> None:
     """Add the bytes that ports send and receive if each region goes directly to its receivers on other hosts."""
 
@@ -147,10 +147,10 @@ def order_greedily(
 ) -> None:
     """Write each task's class and send option into ``classes`` and ``ways``; see ``planner/strategies/greedy.py``."""
 
-def make_schedule(ports: Any, workload: Any) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
+def make_schedule(nics: Any, workload: Any) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
     """Return piece, sender, receiver, source, after_at and after of all messages, and their order.
 
-    ``ports`` and ``workload`` have the fields of ``PortArrays`` and ``Workload`` in ``planner/multicast``.
+    ``nics`` and ``workload`` have the fields of ``Nics`` and ``ChunkWorkload`` in ``planner/multicast``.
     """
 
 def best_stages(

@@ -273,28 +273,29 @@ def check_pipeline(pipeline: object) -> None:
         raise ArgumentError(f"a Pipeline is needed, not {type(pipeline).__name__}")
 
 
-def check_limit(memory_limit_bytes: object) -> None:
+def check_limit(activation_limit_bytes: object) -> None:
     """Raise ArgumentError unless the limit is a number of at least 0, which may be infinite. NaN is refused."""
-    is_number = isinstance(memory_limit_bytes, (int, float)) and not isinstance(memory_limit_bytes, bool)
-    if not is_number or not memory_limit_bytes >= 0:  # type: ignore[operator]
+    is_number = isinstance(activation_limit_bytes, (int, float)) and not isinstance(activation_limit_bytes, bool)
+    if not is_number or not activation_limit_bytes >= 0:  # type: ignore[operator]
         raise ArgumentError(
-            f"memory_limit_bytes is {brief(memory_limit_bytes)}; it must be a number of at least 0; "
+            f"activation_limit_bytes is {brief(activation_limit_bytes)}; it must be a number of at least 0; "
             "omit it for the default"
         )
 
 
-def check_limits(memory_limit_bytes: object, num_pp_ranks: int) -> tuple[float, ...]:
+def check_limits(activation_limit_bytes: object, num_pp_ranks: int) -> tuple[float, ...]:
     """The limit of each pp rank, from one number for all or a list. Raises ArgumentError if a limit is invalid."""
-    if not isinstance(memory_limit_bytes, Sequence) or isinstance(memory_limit_bytes, str):
-        check_limit(memory_limit_bytes)
-        return (memory_limit_bytes,) * num_pp_ranks  # type: ignore[return-value]  # check_limit accepts numbers only
-    if len(memory_limit_bytes) != num_pp_ranks:
+    if not isinstance(activation_limit_bytes, Sequence) or isinstance(activation_limit_bytes, str):
+        check_limit(activation_limit_bytes)
+        return (activation_limit_bytes,) * num_pp_ranks  # type: ignore[return-value]  # check_limit accepts numbers only
+    if len(activation_limit_bytes) != num_pp_ranks:
         raise ArgumentError(
-            f"memory_limit_bytes has {len(memory_limit_bytes)} limits; each of {num_pp_ranks} pp ranks needs one"
+            f"activation_limit_bytes has {len(activation_limit_bytes)} limits; each of {num_pp_ranks} pp ranks needs "
+            "one"
         )
-    for limit in memory_limit_bytes:
+    for limit in activation_limit_bytes:
         check_limit(limit)
-    return tuple(memory_limit_bytes)
+    return tuple(activation_limit_bytes)
 
 
 def check_placement(pipeline: Pipeline, pp_rank_of_stage: object) -> tuple[int, ...]:

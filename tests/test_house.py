@@ -148,6 +148,19 @@ def test_retired_words_name_nothing():
         assert not (isinstance(word, str) and re.fullmatch(words, word)), f"{name}: {word}; say {instead}"
 
 
+#: Classes that may share their names: the two kinds of transfers that users make look alike on purpose.
+NAMED_ALIKE = {"Handle", "Mover"}
+
+
+def test_no_two_classes_share_a_name():
+    places = {}
+    for name, path in _modules().items():
+        for node in _nodes(path):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name)
+    assert {name: where for name, where in places.items() if len(where) > 1 and name not in NAMED_ALIKE} == {}
+
+
 def test_modules_are_imported_by_name_only_where_the_name_is_data():
     calls = {
         name: ast.unparse(node.args[0])

@@ -31,7 +31,7 @@ from microbench.emulation.links import port_name
 from microbench.emulation.namespaces import why_unsupported
 from microbench.emulation.processes import SET_UP_SECONDS, run_and_exit, run_cluster
 from reshard.errors import ReshardError
-from reshard.testing.processes import GRACE_SECONDS, collect_results
+from reshard.testing.processes import PROCESS_GRACE_SECONDS, collect_results
 from reshard.topology import Topology
 
 #: Time for ranks to exit after all of them returned a result.
@@ -48,14 +48,14 @@ class ClusterError(ReshardError, RuntimeError):
 
 
 #: Open clusters of this process.
-_open: weakref.WeakSet[Cluster] = weakref.WeakSet()
+_open: weakref.WeakSet[EmulatedCluster] = weakref.WeakSet()
 
 
 def _limit_violation(topology: Topology) -> str | None:
     if topology.num_hosts > MAX_CLUSTER_HOSTS:
         return f"the topology has {topology.num_hosts} hosts, an emulated cluster at most {MAX_CLUSTER_HOSTS} hosts"
-    ports = [*topology.pods, *(nic for host in topology.hosts for nic in host.nics)]
-    rates = [rate for port in ports for rate in (port.egress_bytes_per_second, port.ingress_bytes_per_second)]
+    links = [*topology.pods, *(nic for host in topology.hosts for nic in host.nics)]
+    rates = [rate for link in links for rate in (link.egress_bytes_per_second, link.ingress_bytes_per_second)]
     if min(rates) < MIN_RATE or max(rates) > MAX_RATE:
         return (
             f"rates of emulated links must be {MIN_RATE:g} to {MAX_RATE:g} bytes per second, "
@@ -64,7 +64,7 @@ def _limit_violation(topology: Topology) -> str | None:
     return None
 
 
-class Cluster:
+class EmulatedCluster:
     """Emulated hosts as described by a topology; use it as a context manager.
 
     The hosts end with the thread or process that created them.
@@ -121,7 +121,7 @@ class Cluster:
         function: Callable[..., Any],
         *args: Any,
         timeout_seconds: float = 120.0,
-        grace_seconds: float = GRACE_SECONDS,
+        grace_seconds: float = PROCESS_GRACE_SECONDS,
         on_report: Callable[[int, Any], None] | None = None,
         environment: dict[str, str] | None = None,
     ) -> list[Any]:
@@ -224,7 +224,7 @@ class Cluster:
                 time.sleep(0.005)
             self._pid = 0
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> EmulatedCluster:
         return self
 
     def __exit__(self, *_: object) -> None:

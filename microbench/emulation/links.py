@@ -12,7 +12,7 @@ import os
 import subprocess
 from dataclasses import astuple, dataclass, replace
 
-from reshard.topology import Port, Topology
+from reshard.topology import Link, Topology
 
 #: TCP payload as a part of the rate, at MTU 1500: 1448 of every 1514 bytes.
 PAYLOAD_SHARE = 1448 / 1514
@@ -159,13 +159,13 @@ def cluster_link_commands(topology: Topology, host_pids: list[int]) -> LinkComma
     for number, pid in enumerate(host_pids):
         host = topology.host(number)
         bridge = "core" if host.pod is None else f"pod{host.pod}"
-        for nic, port in enumerate(host.nics):
+        for nic, link in enumerate(host.nics):
             name = port_name(number, nic)
             ip.append(
                 f"link add {name} type veth peer name {interface(nic)} address {_hardware(number, nic)} netns {pid}"
             )
             ip += [f"link set {name} master {bridge}", f"link set {name} up"]
-            tc += _shape(name, port.ingress_bytes_per_second, burst)
+            tc += _shape(name, link.ingress_bytes_per_second, burst)
             ip.append(f"neigh add {address(number, nic)} lladdr {_hardware(number, nic)} dev core nud permanent")
     ip.append("link set core up")
     return LinkCommands(tuple(ip), tuple(tc))
@@ -213,8 +213,8 @@ def nic_link_commands(topology: Topology, number: int, nic: int) -> LinkCommands
 def nominal(topology: Topology) -> Topology:
     """The topology for planning and simulation: payload rates, buffers and message costs of the emulated links."""
 
-    def carried(port: Port) -> Port:
-        return Port(port.egress_bytes_per_second * PAYLOAD_SHARE, port.ingress_bytes_per_second * PAYLOAD_SHARE)
+    def carried(link: Link) -> Link:
+        return Link(link.egress_bytes_per_second * PAYLOAD_SHARE, link.ingress_bytes_per_second * PAYLOAD_SHARE)
 
     hosts = tuple(replace(host, nics=tuple(carried(nic) for nic in host.nics)) for host in topology.hosts)
     return replace(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import address
 from microbench.emulation.namespaces import mount_private
 from reshard.topology import topology_from_json
@@ -38,7 +38,7 @@ def ray_cluster(num_hosts: int, rate: str = "1 Gbit/s", num_cpus: int = 1) -> It
         ClusterError: this machine cannot emulate hosts. LaunchError: a node did not start.
     """
     topology = topology_from_json({"hosts": [{"count": num_hosts, "devices": 1, "nics": [rate]}]})
-    with Cluster(topology) as cluster:
+    with EmulatedCluster(topology) as cluster:
         cluster.run(_start_node, num_cpus, timeout_seconds=START_SECONDS)
 
         def drive(function: Callable[..., Any], *args: Any, timeout_seconds: float = 600.0) -> Any:

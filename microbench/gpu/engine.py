@@ -31,7 +31,7 @@ PRECISIONS = {
 }
 
 
-class _WithLoss(torch.nn.Module):
+class _GPTWithLoss(torch.nn.Module):
     def __init__(self, model: GPT) -> None:
         super().__init__()
         self.model = model
@@ -51,7 +51,7 @@ def measure(device: str, model_name: str, precision: str) -> tuple[list[float], 
     dtype, autocast = PRECISIONS[precision]
     torch.manual_seed(0)
     config = GPTConfig(layers, heads, head_size, sequence=tokens, vocabulary=8192)
-    module = _WithLoss(GPT(config).apply(GPT.initialize)).to(device, dtype)
+    module = _GPTWithLoss(GPT(config).apply(GPT.initialize)).to(device, dtype)
     batch = torch.randint(8192, (num, rows, tokens + 1), device=device)
     feed = [{"tokens": item[:, :-1], "targets": item[:, 1:]} for item in batch]
     pipeline = Pipeline((Stage(1.0, 1.0, 1.0, mesh=Mesh([0])),))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import PAYLOAD_SHARE
 from microbench.harness.steal_time import (
     MAX_STEAL_SHARE,
@@ -31,7 +31,7 @@ from microbench.harness.worker import Stopwatch
 from reshard import Layout, Mesh, Mover, make_plan
 from reshard.planner import plan_tensors
 from reshard.sharding import TensorSpec
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 
 #: Duration and number of messages of a flow. The first ``WARMUP_MESSAGES`` arrivals do not count.
 TRAIN_SECONDS = 0.6
@@ -47,7 +47,7 @@ MAX_REPEATS = 8
 INSIDE_TENSORS, INSIDE_SIDE = 24, 2048
 INSIDE_REPEATS = 5
 #: Longest time that a measurement waits for steal time to end, and the timeout of the whole measurement.
-RETRY_SECONDS = 60.0
+CALIBRATION_RETRY_SECONDS = 60.0
 MEASURE_SECONDS = 600.0
 #: Number of transfers whose median is the start-up time.
 START_REPEATS = 9
@@ -173,7 +173,7 @@ def measure_links(rank: int, report: Callable[[Any], None], topology: Topology) 
         ``"start"``: seconds of a minimal transfer; ``"latency"``, ``"inside_latency"``: seconds of a message, or None.
     """
     rates: dict[PortName, float] = {}
-    retries = RetryBudget(RETRY_SECONDS)
+    retries = RetryBudget(CALIBRATION_RETRY_SECONDS)
     for tests in plan_tests(topology):
         runs: list[tuple[float, list[float]]] = []
         while len(runs) < MAX_REPEATS and sum(stolen <= MAX_STEAL_SHARE for stolen, _ in runs) < MIN_QUIET_REPEATS:
@@ -368,7 +368,7 @@ def _ping_pong(rank: int, a: int, b: int, nbytes: int, count: int) -> float:
     return float(gathered[a])
 
 
-def measure_cluster(cluster: Cluster, expected: Topology) -> Topology:
+def measure_cluster(cluster: EmulatedCluster, expected: Topology) -> Topology:
     """``expected`` with the rates and latencies measured on an emulated cluster."""
     measured = cluster.run(measure_links, cluster.topology, timeout_seconds=MEASURE_SECONDS)
     return measured_topology(expected, measured[0])
@@ -404,9 +404,9 @@ def _rates_of(topology: Topology) -> dict[PortName, float]:
     """The rate of each port, in bytes per second."""
     rate_of: dict[PortName, float] = {}
     for number in range(topology.num_hosts):
-        for nic, port in enumerate(topology.host(number).nics):
-            rate_of["egress", number, nic] = port.egress_bytes_per_second
-            rate_of["ingress", number, nic] = port.ingress_bytes_per_second
+        for nic, link in enumerate(topology.host(number).nics):
+            rate_of["egress", number, nic] = link.egress_bytes_per_second
+            rate_of["ingress", number, nic] = link.ingress_bytes_per_second
     for number, pod in enumerate(topology.pods):
         rate_of["up", number, 0], rate_of["down", number, 0] = pod.egress_bytes_per_second, pod.ingress_bytes_per_second
     return rate_of
@@ -418,7 +418,7 @@ def _with_rates(topology: Topology, rates: Mapping[PortName, float]) -> Topology
     hosts = []
     for number in range(topology.num_hosts):
         host = topology.host(number)
-        nics = (Port(known["egress", number, nic], known["ingress", number, nic]) for nic in range(len(host.nics)))
+        nics = (Link(known["egress", number, nic], known["ingress", number, nic]) for nic in range(len(host.nics)))
         hosts.append(Host(tuple(nics), host.pod))
-    pods = tuple(Port(known["up", number, 0], known["down", number, 0]) for number in range(len(topology.pods)))
+    pods = tuple(Link(known["up", number, 0], known["down", number, 0]) for number in range(len(topology.pods)))
     return replace(topology, hosts=tuple(hosts), pods=pods)

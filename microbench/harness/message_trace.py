@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import reshard
 from microbench.cases.rows import Row, read_cluster
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.harness.calibrate import measure_cluster
 from microbench.harness.worker import Stopwatch
@@ -94,7 +94,7 @@ def trace_row(row: Row, strategy: str, repeats: int = 3) -> Trace:
     """Run a benchmark row on its cluster ``repeats`` times. Returns the trace of the last run."""
     shaped = read_cluster(row.cluster)
     plan = plan_tensors(row.tensors, strategy=strategy, topology=nominal(shaped))
-    with Cluster(shaped) as cluster:
+    with EmulatedCluster(shaped) as cluster:
         links = measure_cluster(cluster, nominal(shaped))
         results = cluster.run(_record, plan, repeats, timeout_seconds=600.0)
     sent: dict[int, float] = {}

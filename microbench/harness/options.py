@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 
 
-class OptionError(Exception):
+class BenchmarkOptionError(Exception):
     """An option that excludes another one, or names nothing."""
 
 
@@ -36,10 +36,12 @@ def select(names: Iterable[str], parts: Sequence[str] | None) -> list[str]:
     """The names that contain one of the parts; all if there are no parts.
 
     Raises:
-        OptionError: no name does.
+        BenchmarkOptionError: no name does.
     """
     known = list(names)
     selected = [name for name in known if not parts or any(part in name for part in parts)]
     if not selected:
-        raise OptionError(f"no case contains {' or '.join(map(repr, parts or ()))}; the cases: {', '.join(known)}")
+        raise BenchmarkOptionError(
+            f"no case contains {' or '.join(map(repr, parts or ()))}; the cases: {', '.join(known)}"
+        )
     return selected

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from microbench.harness.machine import format_machine, stderr
-from microbench.harness.options import OptionError
+from microbench.harness.options import BenchmarkOptionError
 from reshard.cli.progress import show_progress
 
 Record = dict[str, Any]
@@ -213,14 +213,14 @@ def run(options: argparse.Namespace) -> None:
         records = [json.loads(line) for line in options.records.read_text().splitlines()]
         names = list(dict.fromkeys(record["row"] for record in records if record["kind"] == "row"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise OptionError(f"{options.records} has no valid records of a run: {error}") from None
+        raise BenchmarkOptionError(f"{options.records} has no valid records of a run: {error}") from None
     if not names:
-        raise OptionError(f"{options.records} has no row")
+        raise BenchmarkOptionError(f"{options.records} has no row")
     if not options.into.parent.is_dir():
-        raise OptionError(f"--into {options.into}: no folder {options.into.parent}")
+        raise BenchmarkOptionError(f"--into {options.into}: no folder {options.into.parent}")
     trace = options.trace or (TRACED if TRACED in names else names[0])
     if trace not in names:
-        raise OptionError(f"this run has no row {trace!r}; its rows: {', '.join(names)}")
+        raise BenchmarkOptionError(f"this run has no row {trace!r}; its rows: {', '.join(names)}")
     write_page(records, options.into, None if options.no_trace else trace)
 
 

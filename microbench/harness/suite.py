@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from microbench.cases.rows import Row, read_cluster
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.steal_time import TimeBudget
-from microbench.harness.worker import RETRY_SECONDS, Job, Turn, run_jobs
+from microbench.harness.worker import ROW_RETRY_SECONDS, BenchmarkJob, Contender, run_jobs
 from microbench.peers.base import are_replicated
 from microbench.peers.registry import PEERS
 from reshard.cost import find_bound, simulate
@@ -64,7 +64,7 @@ class Planned:
     topology: Topology
     plans: dict[str, Plan]
     same_as: dict[str, str]
-    turns: tuple[Turn, ...]
+    turns: tuple[Contender, ...]
     bound_seconds: float
     expected_seconds: float = field(init=False)
 
@@ -104,7 +104,7 @@ def plan_row(row: Row, key: str, contenders: Sequence[str], repeats: int, topolo
             # contenders without a plan take about as long as plain sends
             likely = plans.get("send_recv") or plan_tensors(row.tensors, strategy="send_recv", topology=topology)
             slow = name in SLOW_PEERS or _is_slow(likely)
-            turns.append(Turn(name, None, min(repeats, SLOW_REPEATS) if slow else repeats))
+            turns.append(Contender(name, None, min(repeats, SLOW_REPEATS) if slow else repeats))
             continue
         plan = plan_tensors(row.tensors, strategy=name, topology=topology)
         bound = find_bound(plan).seconds
@@ -113,7 +113,7 @@ def plan_row(row: Row, key: str, contenders: Sequence[str], repeats: int, topolo
             same_as[name] = twin
             continue
         plans[name] = plan
-        turns.append(Turn(name, plan, min(repeats, SLOW_REPEATS) if _is_slow(plan) else repeats))
+        turns.append(Contender(name, plan, min(repeats, SLOW_REPEATS) if _is_slow(plan) else repeats))
     if not bound:
         bound = find_bound(plan_tensors(row.tensors, topology=topology)).seconds
     return Planned(row, key, topology, plans, same_as, tuple(turns), bound)
@@ -152,7 +152,7 @@ def run_cluster(
     crossed: dict[tuple[str, str], list[Any]] = {}
     by_key = {item.key: item for item in planned}
     begun = time.monotonic()
-    with Cluster(shaped) as cluster:
+    with EmulatedCluster(shaped) as cluster:
         set_up = time.monotonic() - begun
         advance(0.0, f"{name}: measuring links")
         before = measure_cluster(cluster, expected)
@@ -174,8 +174,8 @@ def run_cluster(
             last = now
 
         for item in planned:  # new processes per row: even unused Gloo groups wake up a hundred times a second
-            job = Job(item.key, item.row.tensors, item.turns, budget.spare_seconds(item.expected_seconds))
-            limit = 120.0 + 2 * RETRY_SECONDS + 8 * item.expected_seconds
+            job = BenchmarkJob(item.key, item.row.tensors, item.turns, budget.spare_seconds(item.expected_seconds))
+            limit = 120.0 + 2 * ROW_RETRY_SECONDS + 8 * item.expected_seconds
             cluster.run(run_jobs, [job], timeout_seconds=limit, on_report=on_report)
         advance(0.0, f"{name}: measuring links")
         after = measure_cluster(cluster, expected)

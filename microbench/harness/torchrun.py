@@ -15,10 +15,10 @@ import torch.distributed as dist
 from microbench.cases.rows import Row
 from microbench.harness.calibrate import measure_links, measured_topology
 from microbench.harness.suite import Planned, Record, compare_links, make_records, plan_row
-from microbench.harness.worker import Job, run_jobs
+from microbench.harness.worker import BenchmarkJob, run_jobs
 from reshard.cli.progress import show_progress
 from reshard.errors import TopologyError
-from reshard.topology import Host, Port, Topology, parse_rate, read_topology, topology_to_json
+from reshard.topology import Host, Link, Topology, parse_rate, read_topology, topology_to_json
 
 
 def _join_job(topology_file: Path | None, rate: str) -> tuple[int, Topology]:
@@ -33,7 +33,7 @@ def _join_job(topology_file: Path | None, rate: str) -> tuple[int, Topology]:
     if topology_file is None:
         names: list[Any] = [None] * size
         dist.all_gather_object(names, socket.gethostname())
-        hosts = (Host((Port.of(parse_rate(rate)),)),)
+        hosts = (Host((Link.of(parse_rate(rate)),)),)
         topology = Topology(Topology.from_hostnames(names).host_of_rank, hosts)
     else:
         topology = read_topology(topology_file)
@@ -110,7 +110,7 @@ def run_on_machines(
                 advance()
                 results.append((by_key[report[1]], report[2]))
 
-        run_jobs(rank, on_report, [Job(item.key, item.row.tensors, item.turns) for item in planned])
+        run_jobs(rank, on_report, [BenchmarkJob(item.key, item.row.tensors, item.turns) for item in planned])
     after = _measure(rank, topology)
     if rank == 0:
         links, record = compare_links("this job", before, after, topology, is_given=topology_file is not None)

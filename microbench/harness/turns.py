@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.harness.worker import Stopwatch
 from reshard.cli.progress import track
 from reshard.topology import Topology, topology_from_json
@@ -22,7 +22,7 @@ def equal_hosts(rate: str, count: int = 4, devices: int = 2) -> Topology:
 
 def run_on_hosts(topology: Topology, function: Callable[..., Any], *args: Any, timeout_seconds: float = 900.0) -> Any:
     """Emulate the hosts, and run ``function(rank, report, *args)`` on every rank. Returns the results by rank."""
-    with Cluster(topology) as cluster:
+    with EmulatedCluster(topology) as cluster:
         return cluster.run(function, *args, timeout_seconds=timeout_seconds)
 
 

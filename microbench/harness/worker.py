@@ -33,11 +33,11 @@ from reshard.sharding import TensorSpec
 #: Delay between the agreement on a start time and the start. All ranks must receive the time within it.
 SETTLE_SECONDS = 0.02
 #: Maximum time that a row spends on repeated turns and on waiting until steal time ends.
-RETRY_SECONDS = 30.0
+ROW_RETRY_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Turn:
+class Contender:
     """One contender of a row.
 
     Attributes:
@@ -51,13 +51,13 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchmarkJob:
     """One row to run: its tensors, its contenders, and its time budget for repeated turns and pauses."""
 
     key: str
     tensors: tuple[TensorSpec, ...]
-    turns: tuple[Turn, ...]
-    spare_seconds: float = RETRY_SECONDS
+    turns: tuple[Contender, ...]
+    spare_seconds: float = ROW_RETRY_SECONDS
 
 
 class Stopwatch:
@@ -97,7 +97,7 @@ class Stopwatch:
         return Lap(seconds, busy, float(stolen))
 
 
-def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[Job]) -> None:
+def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[BenchmarkJob]) -> None:
     """Run the rows in order.
 
     Rank 0 reports ``("start", key, contender)`` before and ``("turn", key, contender)`` after each turn, and
@@ -115,12 +115,14 @@ def run_jobs(rank: int, report: Callable[[Any], None], jobs: Sequence[Job]) -> N
             report(("row", job.key, _merge(gathered)))
 
 
-def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stopwatch) -> dict[str, dict[str, Any]]:
+def _run_job(
+    rank: int, report: Callable[[Any], None], job: BenchmarkJob, stopwatch: Stopwatch
+) -> dict[str, dict[str, Any]]:
     sources = [shard_of_positions(spec.src, rank, spec.shape, spec.dtype) for spec in job.tensors]
     expected = [shard_of_positions(spec.dst, rank, spec.shape, spec.dtype) for spec in job.tensors]
     outs = [None if shard is None else torch.zeros_like(shard) for shard in expected]
     results: dict[str, dict[str, Any]] = {}
-    retries = RetryBudget(min(job.spare_seconds, RETRY_SECONDS))
+    retries = RetryBudget(min(job.spare_seconds, ROW_RETRY_SECONDS))
     may_repeat = torch.tensor([not retries.is_spent])
     contenders: dict[str, Callable[[], None]] = {}
     for number in range(MAX_TRIES * max(turn.repeats for turn in job.turns) + 1):
@@ -160,7 +162,9 @@ def _run_job(rank: int, report: Callable[[Any], None], job: Job, stopwatch: Stop
     return results
 
 
-def _make(turn: Turn, job: Job, rank: int, sources: Sequence[Any], outs: Sequence[Any]) -> Callable[[], None]:
+def _make(
+    turn: Contender, job: BenchmarkJob, rank: int, sources: Sequence[Any], outs: Sequence[Any]
+) -> Callable[[], None]:
     if turn.plan is not None:
         return make_ours(turn.plan, rank, sources, outs)
     return PEERS[turn.name](job.tensors, rank, sources, outs)

@@ -21,7 +21,7 @@ from reshard.planner.strategies.chunking import INSIDE_WINDOW, WINDOW
 from reshard.runtime.byte_runs import copy_runs
 from reshard.scheduler import Pipeline, auto_schedule, simulate_schedule
 from reshard.scheduler.ir.communication import add_transfers
-from reshard.scheduler.schedules.list_scheduling import Policy
+from reshard.scheduler.schedules.list_scheduling import DispatchRule
 from reshard.scheduler.schedules.orders import OrderModel
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Topology
@@ -127,7 +127,7 @@ def pipelines() -> None:
             [1.0 + s / 100 for s in range(num_stages)], [2.0] * num_stages, [0.25] * (num_stages - 1)
         )
         model, rows = OrderModel(pipeline, range(num_stages), num_microbatches), range(num_stages)
-        policy = Policy((num_microbatches,) * num_stages, (num_stages,) * num_stages, (True,) * num_stages)
+        policy = DispatchRule((num_microbatches,) * num_stages, (num_stages,) * num_stages, (True,) * num_stages)
         begun = time.process_time()
         order = order_greedily(pipeline, num_microbatches, rows, policy)
         simulate_schedule(add_transfers("listed", order, pipeline, rows, num_microbatches), pipeline)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.harness.options import add_number
 from microbench.harness.table import Table
 from microbench.harness.turns import Times, medians_of, slowest, time_in_turns
@@ -38,7 +38,7 @@ HEADS, VOCABULARY, TIMEOUT_SECONDS = 16, 512, 300
 
 
 @dataclass(frozen=True)
-class Case:
+class GridCase:
     """Hosts and a model.
 
     Attributes:
@@ -74,18 +74,18 @@ class Case:
 
 
 CASES = (
-    Case(4, 4, 200, 32, 128, 256),
-    Case(4, 4, 200, 16, 64, 512),
-    Case(4, 4, 200, 16, 16, 512),
-    Case(2, 4, 200, 16, 256, 256),
-    Case(2, 4, 200, 8, 32, 512),
-    Case(4, 2, 200, 16, 128, 256),
-    Case(4, 1, 200, 8, 128, 256),
-    Case(4, 1, 400, 4, 16, 768),
+    GridCase(4, 4, 200, 32, 128, 256),
+    GridCase(4, 4, 200, 16, 64, 512),
+    GridCase(4, 4, 200, 16, 16, 512),
+    GridCase(2, 4, 200, 16, 256, 256),
+    GridCase(2, 4, 200, 8, 32, 512),
+    GridCase(4, 2, 200, 16, 128, 256),
+    GridCase(4, 1, 200, 8, 128, 256),
+    GridCase(4, 1, 400, 4, 16, 768),
 )
 
 
-def measure_flops(rank: int, report: Callable[[Any], None], case: Case) -> float:
+def measure_flops(rank: int, report: Callable[[Any], None], case: GridCase) -> float:
     """Operations per second of a rank in a step of the model without communication, while all ranks run such steps."""
     torch.set_num_threads(1)
     rows = max(1, case.rows // (case.hosts * case.per_host))
@@ -106,7 +106,7 @@ def measure_flops(rank: int, report: Callable[[Any], None], case: Case) -> float
 
 
 def time_grids(
-    rank: int, report: Callable[[Any], None], case: Case, arrangements: list[np.ndarray], repeats: int
+    rank: int, report: Callable[[Any], None], case: GridCase, arrangements: list[np.ndarray], repeats: int
 ) -> Times:
     """Seconds of each step on each grid on this rank. Grids run in turns."""
     torch.set_num_threads(1)
@@ -136,9 +136,9 @@ def best_of_each_shape(candidates: tuple[GridPrice, ...]) -> list[GridPrice]:
     return list(best_of.values())
 
 
-def run_case(case: Case, repeats: int) -> float:
+def run_case(case: GridCase, repeats: int) -> float:
     """Measure and print one case. Returns what the choice loses."""
-    with Cluster(case.topology) as cluster:
+    with EmulatedCluster(case.topology) as cluster:
         links = measure_grid_links(cluster, case.topology)
         flops = cluster.run(measure_flops, case, timeout_seconds=120)[0]
         ranks = range(case.hosts * case.per_host)

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from microbench.emulation.cluster import Cluster
-from microbench.harness.options import OptionError, add_number
+from microbench.emulation.cluster import EmulatedCluster
+from microbench.harness.options import BenchmarkOptionError, add_number
 from microbench.parallel.layers import GridShape, LinearStack, layer_products, transformer_linears
 from microbench.parallel.links import measure_grid_links
 from reshard.cli.progress import print_line, track
@@ -40,13 +40,13 @@ from reshard.parallel.products.multiply import Product
 from reshard.topology import Topology
 
 #: Of a collective.
-TIMEOUT_SECONDS = 300
+COLLECTIVE_TIMEOUT_SECONDS = 300
 #: Rows, columns, depth, and axes from the slowest to the fastest over consecutive ranks.
 GRIDS = "1,16,1:depth,row,col 4,4,1:depth,row,col 2,2,4:depth,row,col 2,2,4:col,depth,row"
 
 
 @dataclass(frozen=True)
-class Setting:
+class GridSetting:
     """One grid, how its ranks are arranged, and what is timed on it."""
 
     shape: GridShape
@@ -59,13 +59,13 @@ class Setting:
         return array.transpose([self.order.index(axis) for axis in AXES])
 
     @classmethod
-    def parse(cls, text: str) -> Setting:
+    def parse(cls, text: str) -> GridSetting:
         """A setting from ``rows,cols,depth:axes``."""
         shape, _, order = text.partition(":")
         return cls(GridShape.parse(shape), tuple(order.split(",")) if order else AXES)
 
 
-def bound_seconds(setting: Setting, topology: Topology, tokens: int, hidden: int, keep_inputs: bool) -> float:
+def bound_seconds(setting: GridSetting, topology: Topology, tokens: int, hidden: int, keep_inputs: bool) -> float:
     """The minimum time in which the NICs, and the ranks inside hosts, pass what a step moves. Nothing overlaps sums."""
     shape = setting.shape
     axis_costs = {axis: find_axis_cost(topology, setting.ranks(), number) for number, axis in enumerate(AXES)}
@@ -124,7 +124,7 @@ class DTensorStack:
 def time_settings(
     rank: int,
     report: Callable[[Any], None],
-    settings: list[Setting],
+    settings: list[GridSetting],
     tokens: int,
     hidden: int,
     repeats: int,
@@ -139,7 +139,7 @@ def time_settings(
     sizes = transformer_linears(hidden)
     variants: dict[tuple[int, str], Callable[[], None]] = {}
     for number, setting in enumerate(settings):
-        mesh = make_device_mesh(torch.tensor(setting.ranks()), AXES, "cpu", TIMEOUT_SECONDS)
+        mesh = make_device_mesh(torch.tensor(setting.ranks()), AXES, "cpu", COLLECTIVE_TIMEOUT_SECONDS)
         grid = Grid(mesh)
         stack = LinearStack(grid, sizes, tokens, max(1, PANEL_WIDTH // 8), keep_inputs)
         whole = LinearStack(grid, sizes, tokens, 10**9, keep_inputs)
@@ -185,14 +185,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print a table of medians, bounds and ratios."""
-    settings = [Setting.parse(text) for text in options.grids.split()]
+    settings = [GridSetting.parse(text) for text in options.grids.split()]
     sizes = {setting.shape.size for setting in settings}
     if len(sizes) > 1 or max(sizes) % options.hosts:
-        raise OptionError(f"the grids have {sorted(sizes)} ranks; all must have the same, a multiple of the hosts")
+        raise BenchmarkOptionError(
+            f"the grids have {sorted(sizes)} ranks; all must have the same, a multiple of the hosts"
+        )
     num_ranks = max(sizes)
     per_host = num_ranks // options.hosts
     topology = Topology.uniform([rank // per_host for rank in range(num_ranks)], options.rate * 125e3)
-    with Cluster(topology) as cluster:
+    with EmulatedCluster(topology) as cluster:
         links = measure_grid_links(cluster, topology)
         inside = (links.inside_bytes_per_second or 0.0) / 1e6
         print_line(
@@ -207,7 +209,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _print_table(
-    settings: list[Setting],
+    settings: list[GridSetting],
     seconds: dict[tuple[int, str], list[tuple[float, float]]],
     bounds: list[float],
     tokens: int,
@@ -237,5 +239,5 @@ def _median(values: Iterable[float]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _size(setting: Setting, axis: str) -> int:
+def _size(setting: GridSetting, axis: str) -> int:
     return {"depth": setting.shape.depth, "row": setting.shape.rows, "col": setting.shape.cols}[axis]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.harness.calibrate import measure_cluster
 from reshard.coordination.device_mesh import new_group
 from reshard.parallel.grid.collectives import Axis
@@ -20,7 +20,7 @@ from reshard.topology import Topology
 MESSAGE_BYTES, REPEATS = 2**20, 50
 
 
-def measure_grid_links(cluster: Cluster, expected: Topology) -> Topology:
+def measure_grid_links(cluster: EmulatedCluster, expected: Topology) -> Topology:
     """As ``measure_cluster``, but inside hosts with the rate of shared memory, if ranks share memory."""
     links = measure_cluster(cluster, expected)
     rate = cluster.run(measure_shared_memory, cluster.topology)[0]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.harness.options import add_number
 from microbench.harness.table import Table
 from microbench.parallel.layers import GridShape, LinearStack, received_per_rank, transformer_linears
@@ -37,7 +37,7 @@ def run_steps(rank: int, report: Callable[[Any], None], shape: GridShape, tokens
 
 def measure(shape: GridShape, tokens: int, hidden: int, steps: int) -> list[float]:
     """Bytes that each rank receives in one step."""
-    with Cluster(Topology.uniform(list(range(shape.size)), 125e7)) as cluster:
+    with EmulatedCluster(Topology.uniform(list(range(shape.size)), 125e7)) as cluster:
         counts = []
         for number in (1, 1 + steps):
             before = [nics[0][1] for nics in cluster.crossed_bytes()]

@@ -26,7 +26,7 @@ from reshard.errors import ReshardError
 from reshard.planner import AUTO, CANDIDATES, Floors, PlanProblem, floor_of_transfers, plan_tensors
 from reshard.ragged import NO_RANK
 from reshard.sharding import Layout, Mesh, TensorSpec
-from reshard.topology import MACHINES, Host, Port, Topology, load_preset
+from reshard.topology import MACHINES, Host, Link, Topology, load_preset
 
 MAX_RANKS = 256
 #: Smallest and largest tensor of a pair, in bytes.
@@ -55,7 +55,7 @@ def _zero_latency(chance: random.Random, num_ranks: int) -> tuple[Topology, int]
     """Equal hosts with one to eight NICs and no cost per message."""
     devices = chance.choice((2, 4, 8))
     nics = chance.choice([n for n in (1, 2, 4, 8) if n <= devices])
-    hosts = (Host((Port.of(chance.choice((10, 50, 400)) * _GBIT),) * nics),)
+    hosts = (Host((Link.of(chance.choice((10, 50, 400)) * _GBIT),) * nics),)
     topology = Topology(tuple(rank // devices for rank in range(num_ranks)), hosts)
     return topology.without_latency(), devices
 
@@ -65,12 +65,12 @@ def _unequal(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
     devices = chance.choice((2, 4, 8))
     num_hosts = -(-num_ranks // devices)
 
-    def port() -> Port:
+    def link() -> Link:
         rates = [chance.choice((10, 25, 40, 100)) * _GBIT for _ in range(2)]
-        return Port(*rates) if is_split else Port.of(rates[0])
+        return Link(*rates) if is_split else Link.of(rates[0])
 
     is_split, max_axes = chance.random() < 0.5, chance.choice((1, 1, 2))
-    hosts = tuple(Host(tuple(port() for _ in range(chance.randint(1, max_axes)))) for _ in range(num_hosts))
+    hosts = tuple(Host(tuple(link() for _ in range(chance.randint(1, max_axes)))) for _ in range(num_hosts))
     topology = Topology(tuple(rank // devices for rank in range(num_ranks)), hosts)
     return _with_costs(chance, topology), devices
 
@@ -82,8 +82,8 @@ def _pods(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
     num_pods = min(chance.randint(2, 4), num_hosts)
     nics = chance.choice((1, 1, 2))
     rate = chance.choice((10, 100)) * _GBIT
-    hosts = tuple(Host((Port.of(rate),) * nics, host * num_pods // num_hosts) for host in range(num_hosts))
-    up = Port.of(rate * nics * -(-num_hosts // num_pods) / chance.choice((1, 2, 4)))
+    hosts = tuple(Host((Link.of(rate),) * nics, host * num_pods // num_hosts) for host in range(num_hosts))
+    up = Link.of(rate * nics * -(-num_hosts // num_pods) / chance.choice((1, 2, 4)))
     topology = Topology(tuple(rank // devices for rank in range(num_ranks)), hosts, pods=(up,) * num_pods)
     return _with_costs(chance, topology), devices
 

@@ -24,7 +24,7 @@ from typing import Any
 from reshard.cost import find_bound, simulate
 from reshard.planner import plan_tensors, predict
 from reshard.sharding import Layout, Mesh, TensorSpec
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 
 #: A strategy beats ``auto`` if it is faster by more than this part.
 MARGIN = 0.005
@@ -127,10 +127,10 @@ def _other(name: str) -> tuple[list[TensorSpec], Topology]:
         dst = Layout(Mesh.of((32, 4), first_rank=128), "S1 R")
         topology = Topology.uniform([r // 8 if r < 128 else 16 + (r - 128) // 4 for r in range(count)], 10 * _GBIT)
     elif name == "two-nics":
-        topology = Topology(tuple(rank // 8 for rank in range(count)), (Host((Port.of(10 * _GBIT),) * 2),))
+        topology = Topology(tuple(rank // 8 for rank in range(count)), (Host((Link.of(10 * _GBIT),) * 2),))
     elif name == "pods":
-        pods = (Port.of(40 * _GBIT),) * 4
-        hosts = tuple(Host((Port.of(10 * _GBIT),), host // 8) for host in range(32))
+        pods = (Link.of(40 * _GBIT),) * 4
+        hosts = tuple(Host((Link.of(10 * _GBIT),), host // 8) for host in range(32))
         topology = Topology(tuple(rank // 8 for rank in range(count)), hosts, pods=pods)
     elif name == "uneven":
         shape = (16381, 16363)
@@ -145,7 +145,7 @@ def _mixture(num_src: int) -> tuple[list[TensorSpec], Topology]:
     uplinks carry half of what the hosts of a pod can.
     """
     num_dst, num_hosts = num_src // 4, num_src * 5 // 32
-    nic, uplink = Port.of(400 * _GBIT), Port.of(32 * 8 * 400 * _GBIT / 2)
+    nic, uplink = Link.of(400 * _GBIT), Link.of(32 * 8 * 400 * _GBIT / 2)
     topology = Topology(
         tuple(rank // 8 for rank in range(num_src + num_dst)),
         tuple(Host((nic,) * 8, pod=host // 32) for host in range(num_hosts)),

@@ -68,7 +68,7 @@ def loads_of(plan: Plan) -> dict[str, ClassLoad]:
             ("uplinks of destinations' pods, down", destinations, of_receiver, "ingress"),
         ):
             passed = np.bincount(pod[end[crosses]], nbytes[crosses], minlength=len(topology.pods))
-            rate = np.array([getattr(port, f"{direction}_bytes_per_second") for port in topology.pods])
+            rate = np.array([getattr(link, f"{direction}_bytes_per_second") for link in topology.pods])
             pods = np.unique(pod[host[ranks]])
             loads[name] = ClassLoad.of((passed / rate)[pods])
     add_nics("NICs of destinations, in", destinations, messages.receiver, into)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from microbench.harness.options import add_number
 from microbench.planner.large import inputs
 from reshard.api import plan_per_host
-from reshard.coordination import Channel, find_channel, find_group, plan_arguments
+from reshard.coordination import CallGroup, find_call_group, find_group, plan_arguments
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan
 from reshard.planner import plan_tensors
 from reshard.runtime.program import build_program
@@ -38,8 +38,8 @@ _CASES = ("300 tensors, 128 to 128", "300 tensors, 512 to 512", "300 tensors, 10
 def measure(rank: int, case: str, shares: bool) -> dict[str, Any]:
     """Plan a case on a rank of the host. For ``case`` see :func:`microbench.planner.large.inputs`."""
     plan_per_host.SHARED_FROM_SECONDS = 0.0 if shares else float("inf")
-    channel = find_channel(find_group(None), tuple(range(_RANKS)))
-    with _planning(channel, *inputs("swap/16")) as take_plan:  # loads modules, and connects the ranks
+    call_group = find_call_group(find_group(None), tuple(range(_RANKS)))
+    with _planning(call_group, *inputs("swap/16")) as take_plan:  # loads modules, and connects the ranks
         build_program(take_plan(), rank)
         dist.barrier()
     tensors, topology = inputs(case)
@@ -47,7 +47,7 @@ def measure(rank: int, case: str, shares: bool) -> dict[str, Any]:
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     held, resident, begun = _kib("smaps_rollup", "Pss"), _kib("status", "VmRSS"), time.process_time()
-    with _planning(channel, tensors, topology) as take_plan:
+    with _planning(call_group, tensors, topology) as take_plan:
         plan = take_plan()
         planned = time.process_time() - begun
         arguments, program = plan_arguments(plan), build_program(plan, rank)
@@ -64,11 +64,11 @@ def measure(rank: int, case: str, shares: bool) -> dict[str, Any]:
 
 
 def _planning(
-    channel: Channel, tensors: Sequence[TensorSpec], topology: Topology
+    call_group: CallGroup, tensors: Sequence[TensorSpec], topology: Topology
 ) -> AbstractContextManager[Callable[[], Plan]]:
     make = functools.partial(plan_tensors, topology=topology)
     return plan_per_host.plan_per_host(
-        channel, make, tensors, topology=topology, staging_bytes=DEFAULT_STAGING_BYTES, timeout_seconds=600
+        call_group, make, tensors, topology=topology, staging_bytes=DEFAULT_STAGING_BYTES, timeout_seconds=600
     )
 
 

@@ -12,7 +12,7 @@ import math
 from pathlib import Path
 
 from microbench.harness.options import add_number
-from microbench.planner.scaling import DEVICES, Case
+from microbench.planner.scaling import DEVICES, ScalingCase
 from reshard.cli.progress import print_line, track
 from reshard.topology import MACHINES
 
@@ -48,11 +48,11 @@ def run(options: argparse.Namespace) -> int:
     """Print the time to plan each case; returns 1 if one takes longer than its goal."""
     todo = list(itertools.product(options.ranks, options.networks, PAIRS))
     missed = 0
-    Case(16, 16, *PAIRS[0]).plan(1)  # loads modules
+    ScalingCase(16, 16, *PAIRS[0]).plan(1)  # loads modules
     for ranks, network, (src, dst) in track(todo, "cases"):
         preset = NETWORKS[network]
         devices = MACHINES[preset].devices if preset else DEVICES
-        seconds, plan = Case(ranks, ranks, src, dst, SHAPE, devices=devices, preset=preset).plan(options.repeats)
+        seconds, plan = ScalingCase(ranks, ranks, src, dst, SHAPE, devices=devices, preset=preset).plan(options.repeats)
         title = f"{network:10} {ranks:5} ranks  {src:6} to {dst:6}"
         print_line(f"{title} {1e3 * seconds:9.2f} ms  {plan.num_messages:9,} messages  {plan.strategy}")
         if options.hashes:

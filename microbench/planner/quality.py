@@ -17,7 +17,7 @@ from reshard.cli.progress import track
 from reshard.cost import find_bound, simulate
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 
 TEN_GBIT = 1.25e9
 _SHAPES = ((1024, 1024, 32), (1000, 1100, 40), (840, 840, 64), (2048, 512, 48), (1021, 997, 37), (96, 4096, 128))
@@ -96,7 +96,7 @@ def several_nics(seed: int, count: int) -> Iterator[Pair]:
         devices = max(4, nics)
         spec, hosts = random_pair(rng, (rng.randint(1, 4), rng.randint(1, 4)), devices)
         topology = uniform(hosts, devices)
-        yield Pair(spec, replace(topology, hosts=(Host((Port.of(TEN_GBIT),) * nics),), nic_of_rank=()))
+        yield Pair(spec, replace(topology, hosts=(Host((Link.of(TEN_GBIT),) * nics),), nic_of_rank=()))
 
 
 def unequal(seed: int, count: int) -> Iterator[Pair]:
@@ -104,7 +104,7 @@ def unequal(seed: int, count: int) -> Iterator[Pair]:
     rng = random.Random(seed)
     for _ in range(count):
         spec, num_hosts = random_pair(rng, (rng.randint(1, 6), rng.randint(1, 6)))
-        hosts = tuple(Host((Port.of(TEN_GBIT / rng.choice((1, 2, 4))),)) for _ in range(num_hosts))
+        hosts = tuple(Host((Link.of(TEN_GBIT / rng.choice((1, 2, 4))),)) for _ in range(num_hosts))
         yield Pair(spec, replace(uniform(num_hosts), hosts=hosts))
 
 
@@ -121,8 +121,8 @@ def pods(seed: int, count: int) -> Iterator[Pair]:
         src = Mesh.from_array([[4 * host + device for device in range(4)] for host in places[:a]])
         dst = Mesh.from_array([[4 * host + device for device in range(4)] for host in places[half : half + b]])
         spec = TensorSpec(rng.choice(_SHAPES), "float32", random_layout(rng, src), random_layout(rng, dst))
-        hosts = tuple(Host((Port.of(TEN_GBIT),), host // 4) for host in range(4 * num_pods))
-        yield Pair(spec, replace(uniform(4 * num_pods), hosts=hosts, pods=(Port.of(TEN_GBIT),) * num_pods))
+        hosts = tuple(Host((Link.of(TEN_GBIT),), host // 4) for host in range(4 * num_pods))
+        yield Pair(spec, replace(uniform(4 * num_pods), hosts=hosts, pods=(Link.of(TEN_GBIT),) * num_pods))
 
 
 def shared(seed: int, count: int) -> Iterator[Pair]:
@@ -157,12 +157,12 @@ def mixed(seed: int, count: int) -> Iterator[Pair]:
         hosts = []
         for host in range(num_hosts):
             out, into = TEN_GBIT / rng.choice(rates), TEN_GBIT / rng.choice(rates)
-            hosts.append(Host((Port(out, into),) * nics, host * num_pods // num_hosts if num_pods else None))
+            hosts.append(Host((Link(out, into),) * nics, host * num_pods // num_hosts if num_pods else None))
         up = TEN_GBIT * nics * -(-num_hosts // max(num_pods, 1)) / rng.choice((1, 2, 4))
         src, dst = Mesh.of((a, devices)), Mesh.of((b, devices), first_rank=first * devices)
         spec = TensorSpec(rng.choice(_SHAPES), "float32", random_layout(rng, src), random_layout(rng, dst))
         topology = uniform(num_hosts, devices)
-        topology = replace(topology, hosts=tuple(hosts), nic_of_rank=(), pods=(Port.of(up),) * num_pods)
+        topology = replace(topology, hosts=tuple(hosts), nic_of_rank=(), pods=(Link.of(up),) * num_pods)
         if find_bound([spec], topology).seconds:
             num_pairs += 1
             yield Pair(spec, topology)

@@ -30,7 +30,7 @@ PAIRS = (("S0 R", "R S1"), ("S01 R", "S01 R"), ("R R", "S0 R"), ("S0 R", "R R"),
 
 
 @dataclass(frozen=True)
-class Case:
+class ScalingCase:
     """``count`` tensors from ``src_ranks`` to ``dst_ranks`` other ranks, on hosts with ``devices`` ranks each."""
 
     src_ranks: int
@@ -69,23 +69,23 @@ class Case:
 
 #: Additional cases: hosts with four devices, and lists of weights from a training layout to an inference layout.
 OTHERS = (
-    Case(128, 128, "S0 R", "R S1", devices=4),
-    Case(128, 128, "R R", "S0 R", devices=4),
-    Case(128, 128, "S01 R", "R S1", (4096, 4096), 20),
-    Case(128, 128, "S01 R", "S1 R", (4096, 4096), 20),
-    Case(256, 128, "S0 S1", "R S1", (4096, 4096), 300),
-    Case(256, 128, "S01 R", "S1 R", (4096, 4096), 300),
+    ScalingCase(128, 128, "S0 R", "R S1", devices=4),
+    ScalingCase(128, 128, "R R", "S0 R", devices=4),
+    ScalingCase(128, 128, "S01 R", "R S1", (4096, 4096), 20),
+    ScalingCase(128, 128, "S01 R", "S1 R", (4096, 4096), 20),
+    ScalingCase(256, 128, "S0 S1", "R S1", (4096, 4096), 300),
+    ScalingCase(256, 128, "S01 R", "S1 R", (4096, 4096), 300),
 )
 
 
-def plan_case(case: Case, repeats: int) -> tuple[float, int, int]:
+def plan_case(case: ScalingCase, repeats: int) -> tuple[float, int, int]:
     """Plan a case ``repeats`` times: median seconds, messages of the plan, and peak MiB of the process."""
     case.plan(1)  # loads modules
     seconds, plan = case.plan(repeats)
     return seconds, plan.num_messages, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
-def time_case(case: Case, repeats: int) -> tuple[float, int, int]:
+def time_case(case: ScalingCase, repeats: int) -> tuple[float, int, int]:
     """Run :func:`plan_case` in a new process."""
     timed: tuple[float, int, int] = call_in_new_process(plan_case, case, repeats)
     return timed
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
     devices = MACHINES[options.preset].devices if options.preset else DEVICES
     ranks = [n for n in _RANKS if n <= options.most]
     others = [case for case in OTHERS if not options.preset and max(case.src_ranks, case.dst_ranks) <= options.most]
-    pairs = [Case(n, n, *pair, devices=devices, preset=options.preset) for pair in PAIRS for n in ranks]
+    pairs = [ScalingCase(n, n, *pair, devices=devices, preset=options.preset) for pair in PAIRS for n in ranks]
     taken: list[float] = []
     for case in track([*pairs, *others], "cases"):
         seconds, messages, memory = time_case(case, options.repeats)

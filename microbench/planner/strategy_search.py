@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from microbench.harness.options import OptionError, add_number
+from microbench.harness.options import BenchmarkOptionError, add_number
 from microbench.harness.records import write_records
 from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import MIXED_PRECISION, Cluster, Layer, LayerGraph, LayerProfile
@@ -22,7 +22,7 @@ from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
 from reshard.scheduler.autoparallel.methods.joint import best_plans
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 
 #: Peak rate of a device, and the rate inside a host, as of an A100.
 FLOPS, INSIDE = 3.12e14, 3e11
@@ -69,7 +69,7 @@ def make_backbone(blocks: int, width: int, side: int = 56) -> LayerGraph:
 def make_topology(rates: Sequence[float], devices: int) -> Topology:
     """Hosts with one NIC each, of these rates in bytes per second."""
     host_of_rank = tuple(host for host in range(len(rates)) for _ in range(devices))
-    hosts = tuple(Host((Port.of(rate),)) for rate in rates)
+    hosts = tuple(Host((Link.of(rate),)) for rate in rates)
     return Topology(
         host_of_rank, hosts, inside_bytes_per_second=INSIDE, latency_seconds=1.5e-5, inside_latency_seconds=5e-6
     )
@@ -208,4 +208,4 @@ def run(options: argparse.Namespace) -> None:
         elif part == "speed":
             speed()
         else:
-            raise OptionError(f"no part {part!r}; choose among {', '.join(PARTS)}")
+            raise BenchmarkOptionError(f"no part {part!r}; choose among {', '.join(PARTS)}")

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from microbench.emulation.cluster import Cluster as EmulatedCluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.harness.options import select
 from microbench.harness.steal_time import merge_laps
@@ -49,7 +49,7 @@ MB = 250_000  # elements of a megabyte
 
 
 @dataclass(frozen=True)
-class Model:
+class AccuracyModel:
     """Eight layers: seconds of the forward of one sample, and megabytes of a sample after each but the last.
 
     ``skips``: (writer, reader, megabytes).
@@ -80,9 +80,9 @@ class Model:
 
 
 MODELS = (
-    Model("GPT", (0.006,) * 8, (0.5,) * 7),
-    Model("vision backbone", (0.006,) * 8, (4.0, 4.0, 2.0, 2.0, 1.0, 0.5, 0.5)),
-    Model(
+    AccuracyModel("GPT", (0.006,) * 8, (0.5,) * 7),
+    AccuracyModel("vision backbone", (0.006,) * 8, (4.0, 4.0, 2.0, 2.0, 1.0, 0.5, 0.5)),
+    AccuracyModel(
         "U-Net",
         (0.004, 0.006, 0.008, 0.008, 0.008, 0.008, 0.006, 0.004),
         (1.0, 0.5, 0.25, 0.25, 0.25, 0.5, 1.0),
@@ -130,7 +130,9 @@ def measure_strategy(
     return seconds["training_plan"], timelines["training_plan"]
 
 
-def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[list[tuple[str, float, float]], float]:
+def run_model(
+    model: AccuracyModel, shaped: Topology, cases: Sequence[str]
+) -> tuple[list[tuple[str, float, float]], float]:
     """``(training plan, predicted, measured)`` of all cases, and the measured seconds of the choice of the search."""
     plain = nominal(shaped)
     graph = model.graph()

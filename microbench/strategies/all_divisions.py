@@ -18,13 +18,13 @@ import itertools
 import statistics
 from collections.abc import Iterator
 
-from microbench.emulation.cluster import Cluster as EmulatedCluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.strategies.accuracy import (
     MICROBATCHES,
     NUM_SAMPLES,
     REPEATS,
-    Model,
+    AccuracyModel,
     make_pipeline,
     measure,
     measure_strategy,
@@ -41,9 +41,9 @@ from reshard.scheduler.passes.overlap import block_transfers
 from reshard.topology import topology_from_json
 
 MODELS = (
-    Model("GPT", (0.004,) * 5, (0.5,) * 4),
-    Model("vision backbone", (0.004,) * 5, (2.0, 1.0, 0.5, 0.25)),
-    Model("U-Net", (0.003, 0.004, 0.005, 0.004, 0.003), (1.0, 0.5, 0.5, 1.0), ((0, 4, 1.0), (1, 3, 0.5))),
+    AccuracyModel("GPT", (0.004,) * 5, (0.5,) * 4),
+    AccuracyModel("vision backbone", (0.004,) * 5, (2.0, 1.0, 0.5, 0.25)),
+    AccuracyModel("U-Net", (0.003, 0.004, 0.005, 0.004, 0.003), (1.0, 0.5, 0.5, 1.0), ((0, 4, 1.0), (1, 3, 0.5))),
 )
 #: Stages of two devices are on one host: between hosts, the barriers of timed stages would wait behind the tensors.
 CLUSTERS = {
@@ -80,7 +80,7 @@ def describe(training_plan: TrainingPlan) -> str:
     return f"{stages} ({training_plan.schedule.name})"
 
 
-def run_case(model: Model, kind: str) -> tuple[float, float]:
+def run_case(model: AccuracyModel, kind: str) -> tuple[float, float]:
     """How much slower the choice is than the fastest division, and how many times as fast as Alpa's."""
     shaped = topology_from_json(CLUSTERS[kind])
     plain, graph = nominal(shaped), model.graph()

@@ -13,7 +13,7 @@ from dataclasses import replace
 from microbench.strategies.by_hand import GPT, TIED_GPT, U_TRANSFORMER, make_by_hand, parse_stages
 from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import Cluster
-from reshard.scheduler.training.loop import Job
+from reshard.scheduler.training.loop import TrainingJob
 from reshard.scheduler.training.memory import count_peak_bytes, predicted_bytes
 from reshard.scheduler.training.plan_search import SearchOptions, make_job_problem
 from reshard.testing import run_processes
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
     """Print predicted and counted megabytes of the fullest rank of each training plan."""
     ratios = []
     for name in options.model or CASES:
-        job = Job("memory", PRESETS[name], 2, "")
+        job = TrainingJob("memory", PRESETS[name], 2, "")
         problem = make_job_problem(job, SearchOptions(2, None, "10GB"))
         for text, count in track(CASES[name], "training plans"):
             stages = parse_stages(text)

@@ -18,7 +18,7 @@ import argparse
 import statistics
 from dataclasses import replace
 
-from microbench.emulation.cluster import Cluster as EmulatedCluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.harness.options import add_number
 from microbench.harness.turns import equal_hosts

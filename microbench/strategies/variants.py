@@ -15,7 +15,7 @@ from microbench.strategies.by_hand import U_TRANSFORMER, make_by_hand, parse_sta
 from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import Cluster, TrainingPlan
 from reshard.scheduler.autoparallel.searching import choose_training_plan
-from reshard.scheduler.training.loop import Job
+from reshard.scheduler.training.loop import TrainingJob
 from reshard.scheduler.training.plan_search import SearchOptions, make_job_problem, measure_steps
 from reshard.testing import run_processes
 from reshard.topology import Topology
@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print predicted and measured seconds of a step, and how far the choice is behind the best."""
-    job = Job("variants", U_TRANSFORMER, 2, "")
+    job = TrainingJob("variants", U_TRANSFORMER, 2, "")
     problem = make_job_problem(job, SearchOptions(2, None, "10GB"))
     cluster = Cluster(Topology.uniform((0, 0)), 1e10)
     choice = choose_training_plan(problem.changed(cluster=cluster))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.machine import describe_machine, stderr
@@ -25,7 +25,7 @@ from microbench.harness.steal_time import merge_laps
 from microbench.harness.suite import MAX_DEVIATION
 from microbench.training.methods import BASELINE, METHODS, OURS, SIGNAL
 from microbench.training.worker import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
-from microbench.training.workload import Workload
+from microbench.training.workload import TrainingWorkload
 from reshard.cli.progress import print_line, track
 from reshard.scheduler import Edge, Pipeline, Stage, simulate_schedule, to_chrome_trace
 from reshard.scheduler.costs import price_edge
@@ -41,7 +41,7 @@ RATIOS = {"gpt": 0.3, "u_transformer": 1.5}
 
 
 @dataclass(frozen=True)
-class Setting:
+class TrainingSetting:
     """A model on stages, with real or timed computation. All methods run on it, and one table compares them.
 
     Attributes:
@@ -51,7 +51,7 @@ class Setting:
     """
 
     model: str
-    workload: Workload
+    workload: TrainingWorkload
     is_timed: bool
     ratio: float
     rate: str = "1 Gbit/s"
@@ -64,29 +64,29 @@ class Setting:
         return f"{self.model}, {self.workload.pp} stages of {devices} devices, {kind}"
 
 
-def settings(model: str) -> dict[str, Setting]:
+def settings(model: str) -> dict[str, TrainingSetting]:
     """The settings of a model, by name."""
     if model == "gpt":
         batch = 8 * NUM_MICROBATCHES
         gpt = GPTConfig(4, 4, 64, sequence=256, vocabulary=256, is_tied=False)
-        timed = Workload(gpt, batch, NUM_MICROBATCHES, "2x2,2x2", (2, 2))
+        timed = TrainingWorkload(gpt, batch, NUM_MICROBATCHES, "2x2,2x2", (2, 2))
         four = replace(timed, stages="2x1,2x1,2x1,2x1", layers=(1, 1, 1, 1))
         narrow = GPTConfig(8, 4, 32, sequence=128, vocabulary=256, is_tied=False)
-        real = Workload(narrow, 2 * batch, NUM_MICROBATCHES, "1x1,1x1", (4, 4))
+        real = TrainingWorkload(narrow, 2 * batch, NUM_MICROBATCHES, "1x1,1x1", (4, 4))
     else:
         batch = 64 * NUM_MICROBATCHES
-        timed = Workload(UTransformerConfig(8, groups=4), batch, NUM_MICROBATCHES, "2x1,2x1", (8, 5))
+        timed = TrainingWorkload(UTransformerConfig(8, groups=4), batch, NUM_MICROBATCHES, "2x1,2x1", (8, 5))
         four = replace(timed, stages="2x1,2x1,2x1,2x1", layers=(3, 3, 4, 3))
         few = UTransformerConfig(8, num_heads=2, groups=4)
-        real = Workload(few, 4 * NUM_MICROBATCHES, NUM_MICROBATCHES, "1x1,1x1", (9, 4))
+        real = TrainingWorkload(few, 4 * NUM_MICROBATCHES, NUM_MICROBATCHES, "1x1,1x1", (9, 4))
     return {
-        "timed 2": Setting(model, timed, True, RATIOS[model]),
-        "timed 4": Setting(model, four, True, RATIOS[model]),
-        "real 2": Setting(model, real, False, RATIOS[model]),
+        "timed 2": TrainingSetting(model, timed, True, RATIOS[model]),
+        "timed 4": TrainingSetting(model, four, True, RATIOS[model]),
+        "real 2": TrainingSetting(model, real, False, RATIOS[model]),
     }
 
 
-def make_topology(setting: Setting, rate: float | str) -> Topology:
+def make_topology(setting: TrainingSetting, rate: float | str) -> Topology:
     """One host per stage, with the devices of the stage and one NIC."""
     meshes = setting.workload.meshes()
     hosts = [{"devices": len(mesh.ranks), "nics": [rate]} for mesh in meshes]
@@ -94,7 +94,7 @@ def make_topology(setting: Setting, rate: float | str) -> Topology:
 
 
 def make_pipeline(
-    setting: Setting,
+    setting: TrainingSetting,
     costs: list[tuple[float, ...]],
     topology: Topology,
     strategy: str | None,
@@ -141,7 +141,7 @@ def busiest_seconds(edges: list[Edge]) -> float:
     return max(busy.values())
 
 
-def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> dict[str, Any]:
+def run_setting(setting: TrainingSetting, repeats: int, log: Callable[[str], None]) -> dict[str, Any]:
     """Measure all methods of a setting in turns. Returns the record of the results."""
     calibration = _calibrate(setting, log)
     rate, costs = calibration.rate, calibration.costs
@@ -163,7 +163,7 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
     nominal_pipeline = make_pipeline(setting, calibration.nominal_costs, plain, None, plain)
     real = None if setting.is_timed else setting.workload
     training = Training(nominal_pipeline, tuple(methods), plain, real, repeats)
-    with Cluster(shaped) as cluster:
+    with EmulatedCluster(shaped) as cluster:
         before = measure_cluster(cluster, plain)
         results = cluster.run(
             train_in_turns,
@@ -247,7 +247,7 @@ class _Calibration:
     blocked: float
 
 
-def _calibrate(setting: Setting, log: Callable[[str], None]) -> _Calibration:
+def _calibrate(setting: TrainingSetting, log: Callable[[str], None]) -> _Calibration:
     """Measure the stages without communication. Choose sleep times or the link rate to match the setting's ratio."""
     meshes = setting.workload.meshes()
 
@@ -261,7 +261,7 @@ def _calibrate(setting: Setting, log: Callable[[str], None]) -> _Calibration:
     topology = make_topology(setting, setting.rate)
     pipeline = make_pipeline(setting, nominal_costs, topology, None, topology)
     training = Training(pipeline, (), topology, None if setting.is_timed else setting.workload, 1)
-    with Cluster(topology) as cluster:
+    with EmulatedCluster(topology) as cluster:
         measured = cluster.run(measure_stages, training, NUM_MICROBATCHES // 2, timeout_seconds=600.0)
     costs: list[tuple[float, ...]] = []
     for mesh in meshes:

@@ -38,7 +38,7 @@ from microbench.kernels.zfp import zfp_as_int8
 from reshard.cli.progress import print_line, track
 from reshard.scheduler.pipe.engine import PipelineEngine
 from reshard.scheduler.training.command import add_arguments, make_job
-from reshard.scheduler.training.loop import Job, train
+from reshard.scheduler.training.loop import TrainingJob, train
 from reshard.scheduler.training.models.presets import find_preset
 from reshard.testing.processes import run_processes
 
@@ -67,7 +67,7 @@ class Run(NamedTuple):
     seconds: float
 
 
-def run_job(rank: int, job: Job, is_zfp: bool) -> Run:
+def run_job(rank: int, job: TrainingJob, is_zfp: bool) -> Run:
     """Train on one rank, with ZFP in place of int8x128 if asked for."""
     torch.set_num_threads(1)
     seconds: list[float] = []
@@ -88,12 +88,12 @@ def run_job(rank: int, job: Job, is_zfp: bool) -> Run:
     return Run(held_out, statistics.median(seconds))
 
 
-def run_reporting_job(rank: int, report: Callable[[Any], None], job: Job, is_zfp: bool) -> Run:
+def run_reporting_job(rank: int, report: Callable[[Any], None], job: TrainingJob, is_zfp: bool) -> Run:
     """:func:`run_job` on an emulated host."""
     return run_job(rank, job, is_zfp)
 
 
-def _make_job(name: str, steps: int, seed: int, eval_batches: int, learning_rate: float | None = None) -> Job:
+def _make_job(name: str, steps: int, seed: int, eval_batches: int, learning_rate: float | None = None) -> TrainingJob:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     num_microbatches = 2 * MICROBATCHES if name == AGAIN else MICROBATCHES

@@ -64,7 +64,7 @@ class _Hidden(torch.nn.Module):
         return self.layers(x)
 
 
-class _WithLoss(torch.nn.Module):
+class _HiddenWithLoss(torch.nn.Module):
     def __init__(self, stage: _Hidden) -> None:
         super().__init__()
         self.layers = stage.layers
@@ -102,7 +102,7 @@ def measure(rank: int, case: str, num_ranks: int, num_microbatches: int, num_lay
     torch.manual_seed(0)
     stages = [_Hidden(num_layers) for _ in pp_rank_of_stage]
     theirs = {stage: copy.deepcopy(stages[stage]) for stage in own}
-    ours = {stage: _WithLoss(stages[stage]) if stage == num_stages - 1 else stages[stage] for stage in own}
+    ours = {stage: _HiddenWithLoss(stages[stage]) if stage == num_stages - 1 else stages[stage] for stage in own}
     inputs, targets = torch.randn(2, num_microbatches * SAMPLES, WIDTH)
     parts = [tensor.split(SAMPLES) for tensor in (inputs, targets)]
     feed = {0: [{"x": x} for x in parts[0]], num_stages - 1: [{"target": y} for y in parts[1]]}

@@ -43,7 +43,7 @@ def _with_memory_of(other: Build) -> Build:
     """A builder of our schedule. Its memory limit is the peak memory of the other builder's schedule."""
 
     def build(pipeline: Pipeline, num: int) -> Schedule:
-        return auto_schedule(pipeline, num, memory_limit_bytes=max(other(pipeline, num).peak_bytes(pipeline)))
+        return auto_schedule(pipeline, num, activation_limit_bytes=max(other(pipeline, num).peak_bytes(pipeline)))
 
     return build
 

@@ -11,11 +11,11 @@ from torch import nn
 
 from reshard.scheduler import Pipeline, Schedule
 from reshard.scheduler.ir.actions import Kind, StageChannel
-from reshard.scheduler.runtime.rank_actions import Computation, Port, compile_actions
-from reshard.scheduler.runtime.ready_order import Order, ReadyPlan, ReadyQueue, Turn
+from reshard.scheduler.runtime.rank_actions import ChannelEnd, Computation, compile_actions
+from reshard.scheduler.runtime.ready_order import NextComputation, Order, ReadyPlan, ReadyQueue
 
 #: Time of a message on this machine. At 0, no message would come after the rank that takes it has become idle.
-MESSAGE_SECONDS = 5e-4
+CLOCK_MESSAGE_SECONDS = 5e-4
 
 
 class _Rank:
@@ -35,30 +35,30 @@ class _Rank:
         actions = compile_actions(schedule, [pipeline], transfers, used, pp_rank, pp_rank, stages)
         self._plan, self._order = ReadyPlan.of(actions, schedule, pipeline), order
         self._microbatch_of_slot = {
-            port.slot: item.action.microbatch for item in self._plan.computations for port in item.inputs
+            end.slot: item.action.microbatch for item in self._plan.computations for end in item.inputs
         }
         self._queue = ReadyQueue(
             self._plan,
-            is_posted=lambda port: not port.is_local or self._has_arrived(port),
+            is_posted=lambda end: not end.is_local or self._has_arrived(end),
             has_arrived=self._has_arrived,
             may_move=lambda stage: True,
-            wait=lambda ports: None,
+            wait=lambda ends: None,
         )
         self._now, self._num_done = 0.0, 0
         self.arrivals: dict[tuple[StageChannel, int], float] = {}
-        self.doing: Turn | None = None
+        self.doing: NextComputation | None = None
         self.until = 0.0
 
-    def _has_arrived(self, port: Port) -> bool:
-        return self.arrivals.get((port.channel, self._microbatch_of_slot[port.slot]), float("inf")) <= self._now
+    def _has_arrived(self, end: ChannelEnd) -> bool:
+        return self.arrivals.get((end.channel, self._microbatch_of_slot[end.slot]), float("inf")) <= self._now
 
     def begin(self, now: float, costs: Mapping[int, Any]) -> bool:
         """Begin the next computation. Returns whether there is one."""
         self._now = now
         if self._num_done == len(self._plan.computations):
             return False
-        turn = self._queue.find_turn() if self._order == "ready" else Turn(self._num_done, 0, is_moved=False)
-        if not isinstance(turn, Turn):
+        turn = self._queue.find_turn() if self._order == "ready" else NextComputation(self._num_done, 0, is_moved=False)
+        if not isinstance(turn, NextComputation):
             return False
         item = self._plan.computations[turn.place]
         if not all(map(self._has_arrived, item.inputs)):
@@ -109,10 +109,10 @@ def simulate_step(schedule: Schedule, pipeline: Pipeline, costs: Mapping[int, An
         rank = ranks[number]
         if rank.doing is not None and now >= rank.until:
             item = rank.end()
-            for port in item.outputs:
-                receiver = schedule.pp_rank_of_stage[port.other]
-                at = now if port.is_local else now + MESSAGE_SECONDS
-                ranks[receiver].arrivals[port.channel, item.action.microbatch] = at
+            for end in item.outputs:
+                receiver = schedule.pp_rank_of_stage[end.other]
+                at = now if end.is_local else now + CLOCK_MESSAGE_SECONDS
+                ranks[receiver].arrivals[end.channel, item.action.microbatch] = at
                 heapq.heappush(events, (at, receiver))
         if rank.doing is None and rank.begin(now, costs):
             heapq.heappush(events, (rank.until, number))

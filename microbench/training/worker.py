@@ -15,7 +15,7 @@ import torch.distributed as dist
 from microbench.harness.steal_time import Laps, RetryBudget
 from microbench.harness.worker import Stopwatch
 from microbench.training.timed_stages import TimedStage
-from microbench.training.workload import Workload
+from microbench.training.workload import TrainingWorkload
 from reshard.scheduler import Pipeline, Schedule, one_f_one_b, zb_h1
 from reshard.scheduler.ir.actions import Kind
 from reshard.scheduler.passes.overlap import block_transfers
@@ -29,7 +29,7 @@ MEASURED_STEPS = 3
 #: A method runs at most ``MAX_TRIES * Training.repeats`` iterations.
 MAX_TRIES = 2
 #: Limit on all waits of a run for the machine to become quiet.
-RETRY_SECONDS = 300.0
+RUN_RETRY_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Training:
     pipeline: Pipeline
     methods: tuple[Method, ...]
     topology: Topology
-    workload: Workload | None
+    workload: TrainingWorkload | None
     repeats: int
     timeout_seconds: float = 120.0
 
@@ -75,7 +75,7 @@ def train_in_turns(rank: int, report: Callable[[Any], None], training: Training)
     groups = [dist.new_group(stage.mesh.ranks) for stage in training.pipeline.stages if stage.mesh is not None]
     engines = {method.name: _make_engine(rank, training, method, groups) for method in training.methods}
     laps = {method.name: Laps(training.repeats, MAX_TRIES) for method in training.methods}
-    retries = RetryBudget(RETRY_SECONDS)
+    retries = RetryBudget(RUN_RETRY_SECONDS)
     timelines: dict[str, PipelineTimeline] = {}
     losses: dict[str, float | None] = {}
     squares: dict[str, float] = {}
@@ -115,7 +115,7 @@ def sum_squares(modules: Iterable[torch.nn.Module]) -> float:
     return float(sum(gradient.double().square().sum() for gradient in gradients))
 
 
-def train_alone(workload: Workload, step: int) -> tuple[float, float]:
+def train_alone(workload: TrainingWorkload, step: int) -> tuple[float, float]:
     """Loss and sum of squared gradients of one step in a single process."""
     model, total = workload.make_model(), 0.0
     for microbatch in workload.microbatches(step):

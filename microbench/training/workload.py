@@ -12,13 +12,13 @@ from reshard import Mesh
 from reshard.scheduler import Edge, Pipe
 from reshard.scheduler.pipe.partition.batches import BatchOutline, outline_batch, split_samples, take_samples
 from reshard.scheduler.pipe.partition.stage_graph import FakeModel, StageGraph
-from reshard.scheduler.training.data import Loader, PictureLoader, TokenLoader, read_tokens
+from reshard.scheduler.training.data import BatchLoader, PictureLoader, TokenLoader, read_tokens
 from reshard.scheduler.training.models.making import find_cuts, make_model
 from reshard.scheduler.training.models.presets import GPTConfig, UTransformerConfig
 
 
 @dataclass(frozen=True)
-class Workload:
+class TrainingWorkload:
     """A model, its division into stages, and the size of its batches.
 
     Attributes:
@@ -77,7 +77,7 @@ class Workload:
                 ]
         return fed
 
-    def _loader(self) -> Loader:
+    def _loader(self) -> BatchLoader:
         if isinstance(self.config, GPTConfig):
             return TokenLoader(read_tokens(None), self.batch, self.config.sequence, self.config.vocabulary)
         return PictureLoader(self.batch, self.config.side)
@@ -87,7 +87,7 @@ class Workload:
 
 
 @functools.cache
-def _find_graph(workload: Workload) -> tuple[StageGraph, BatchOutline]:
+def _find_graph(workload: TrainingWorkload) -> tuple[StageGraph, BatchOutline]:
     """The tensors that stages exchange, and the names and shapes of the tensors of a batch."""
     pipe = workload._pipe()
     outline = outline_batch(workload._loader().batch(0))

@@ -20,7 +20,7 @@ from microbench.cases.rows import SUITES, Row, all_rows
 from microbench.emulation.cluster import ClusterError
 from microbench.emulation.namespaces import why_unsupported
 from microbench.harness.machine import describe_machine, stderr
-from microbench.harness.options import OptionError, add_number
+from microbench.harness.options import BenchmarkOptionError, add_number
 from microbench.harness.records import write_records
 from microbench.harness.report import format_summary, format_table
 from microbench.harness.steal_time import TimeBudget
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
         0 on success; 1 if an element was wrong, nothing was measured or the link rates are not valid.
 
     Raises:
-        OptionError, ClusterError: the run could not start.
+        BenchmarkOptionError, ClusterError: the run could not start.
     """
     is_job = "TORCHELASTIC_RUN_ID" in os.environ
     _check_options(options, is_job)
@@ -104,14 +104,18 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_options(options: argparse.Namespace, is_job: bool) -> None:
     if not is_job and (options.topology or options.calibrate):
-        raise OptionError("--topology and --calibrate need torchrun; each row fixes its emulated cluster")
+        raise BenchmarkOptionError("--topology and --calibrate need torchrun; each row fixes its emulated cluster")
     if not is_job and options.rate is not None:
-        raise OptionError("--rate needs torchrun; each row fixes the rates of its emulated cluster")
+        raise BenchmarkOptionError("--rate needs torchrun; each row fixes the rates of its emulated cluster")
     if options.topology and options.rate is not None:
-        raise OptionError("--rate and --topology exclude each other: the topology file gives the rates of the NICs")
+        raise BenchmarkOptionError(
+            "--rate and --topology exclude each other: the topology file gives the rates of the NICs"
+        )
     for name, file in (("--out", options.out), ("--calibrate", options.calibrate)):
         if file and (file.is_dir() or not file.parent.is_dir()):
-            raise OptionError(f"{name} {file}: " + ("is a folder" if file.is_dir() else f"no folder {file.parent}"))
+            raise BenchmarkOptionError(
+                f"{name} {file}: " + ("is a folder" if file.is_dir() else f"no folder {file.parent}")
+            )
 
 
 def _contenders(options: argparse.Namespace, row: Row) -> Sequence[str]:
@@ -125,10 +129,12 @@ def _select_rows(options: argparse.Namespace) -> list[Row]:
     known = {row.suite for row in rows} | set(SUITES)
     for suite in options.suite or []:
         if suite not in known:
-            raise OptionError(f"unknown suite {suite!r}; known suites: {', '.join(sorted(known))}")
+            raise BenchmarkOptionError(f"unknown suite {suite!r}; known suites: {', '.join(sorted(known))}")
     for contender in options.contender or []:
         if contender not in ALL_CONTENDERS:
-            raise OptionError(f"unknown contender {contender!r}; known contenders: {', '.join(ALL_CONTENDERS)}")
+            raise BenchmarkOptionError(
+                f"unknown contender {contender!r}; known contenders: {', '.join(ALL_CONTENDERS)}"
+            )
     named = options.suite or options.row
     rows = [row for row in rows if options.suite is None or row.suite in options.suite]
     rows = [
@@ -138,7 +144,7 @@ def _select_rows(options: argparse.Namespace) -> list[Row]:
         rows = [row for row in rows if row.is_default]
     if not rows:
         filters = ", ".join(map(repr, [*(options.suite or []), *(options.row or [])]))
-        raise OptionError(f"no row matches {filters}; --list --full prints all rows")
+        raise BenchmarkOptionError(f"no row matches {filters}; --list --full prints all rows")
     return rows
 
 

@@ -36,7 +36,7 @@ Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Case:
+class LoopbackCase:
     """A tensor shape and a pair of layouts on consecutive ranks."""
 
     name: str
@@ -45,19 +45,19 @@ class Case:
     dst: Layout
 
 
-def cases(mib: int) -> list[Case]:
+def cases(mib: int) -> list[LoopbackCase]:
     """The six cases; each tensor has ``mib`` MiB of float32."""
     rows = mib * 64
     four, grid = Mesh.of("4"), Mesh.of("2x2")
     to_four, to_grid = Mesh.of("4", first_rank=4), Mesh.of("2x2", first_rank=4)
     columns = 4096
     return [
-        Case("rows -> cols", (rows, columns), Layout(four, "S0 R"), Layout(to_four, "R S0")),
-        Case("S0 -> R", (rows, columns), Layout(four, "S0 R"), Layout(to_four, "R R")),
-        Case("[R,S0] -> [S0,S1]", (rows, columns), Layout(grid, "S1 R"), Layout(to_grid, "S0 S1")),
-        Case("S0 -> [R,S1]", (rows, columns), Layout(four, "S0 R"), Layout(to_grid, "R S1")),
-        Case("rows + 3 uneven", (rows + 3, columns), Layout(four, "S0 R"), Layout(to_four, "R S0")),
-        Case(
+        LoopbackCase("rows -> cols", (rows, columns), Layout(four, "S0 R"), Layout(to_four, "R S0")),
+        LoopbackCase("S0 -> R", (rows, columns), Layout(four, "S0 R"), Layout(to_four, "R R")),
+        LoopbackCase("[R,S0] -> [S0,S1]", (rows, columns), Layout(grid, "S1 R"), Layout(to_grid, "S0 S1")),
+        LoopbackCase("S0 -> [R,S1]", (rows, columns), Layout(four, "S0 R"), Layout(to_grid, "R S1")),
+        LoopbackCase("rows + 3 uneven", (rows + 3, columns), Layout(four, "S0 R"), Layout(to_four, "R S0")),
+        LoopbackCase(
             "3 -> 4 uneven",
             (rows + 3, columns),
             Layout(Mesh.of("3"), "S0 R"),
@@ -69,7 +69,7 @@ def cases(mib: int) -> list[Case]:
 class PointToPoint:
     """The hand-written exchange. It sends regions in pieces of ``piece_bytes``, or whole if that is None."""
 
-    def __init__(self, case: Case, rank: int, source: Any, out: Any, piece_bytes: int | None) -> None:
+    def __init__(self, case: LoopbackCase, rank: int, source: Any, out: Any, piece_bytes: int | None) -> None:
         self.source, self.out = source, out
         self.copies: list[tuple[Slices, Slices]] = []
         self.sends: list[tuple[int, Slices, Any]] = []
@@ -114,7 +114,7 @@ def _buffer(view: torch.Tensor) -> torch.Tensor | None:
     return None if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
 
 
-def _exchange(case: Case) -> list[tuple[int, int, tuple[int, int], tuple[int, int]]]:
+def _exchange(case: LoopbackCase) -> list[tuple[int, int, tuple[int, int], tuple[int, int]]]:
     """``(sender, receiver, rows, columns)`` of each region, rotated so that senders start with different receivers."""
     held = {rank: _bounds(case.src, rank, case.shape) for rank in case.src.ranks}
     holders: dict[Any, list[int]] = {}
@@ -158,7 +158,7 @@ def _local(layout: Layout, rank: int, shape: Sequence[int], rows: tuple[int, int
 class Checkpoint:
     """torch's distributed checkpoint, saved to shared memory and loaded from there."""
 
-    def __init__(self, case: Case, rank: int, source: Any, out: Any) -> None:
+    def __init__(self, case: LoopbackCase, rank: int, source: Any, out: Any) -> None:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor
 
@@ -202,7 +202,7 @@ def _repeat(contender: Callable[[], Any], calls: int) -> None:
         contender()
 
 
-def _run_rank(rank: int, case: Case, repeats: int, calls: int, everything: bool) -> dict[str, Any]:
+def _run_rank(rank: int, case: LoopbackCase, repeats: int, calls: int, everything: bool) -> dict[str, Any]:
     import warnings
 
     warnings.filterwarnings("ignore")  # other contenders warn; the tests turn our own warnings into errors

@@ -12,7 +12,7 @@ from reshard import weights
 
 #: The first ranks train, the others are engines.
 NUM_TRAINERS = 4
-TIMEOUT_SECONDS = 600
+PUBLICATION_TIMEOUT_SECONDS = 600
 
 
 def make_group(rank: int, num_engines: int, ranks_per_engine: int = 1) -> Any:
@@ -50,14 +50,14 @@ class Publication:
         self.version += 1
         if self.publisher is None:
             return None
-        published = self.publisher.publish(self.version).wait(TIMEOUT_SECONDS)
+        published = self.publisher.publish(self.version).wait(PUBLICATION_TIMEOUT_SECONDS)
         assert list(published.engines.values()) == [""] * self._num_engines, published
         return published
 
     def update(self) -> None:
         """Swap the last version in on engines."""
         if self.subscriber is not None:
-            assert self.subscriber.update(TIMEOUT_SECONDS) == self.version
+            assert self.subscriber.update(PUBLICATION_TIMEOUT_SECONDS) == self.version
 
     def close(self) -> None:
         """Leave the publication."""

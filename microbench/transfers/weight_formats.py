@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import PAYLOAD_SHARE
 from microbench.harness.options import add_number, add_rates
 from microbench.harness.turns import equal_hosts
@@ -254,7 +254,7 @@ def run(options: argparse.Namespace) -> None:
         torch.save(runs, path)
         for rate in options.rate or RATES:
             topology = equal_hosts(rate)
-            with Cluster(topology) as cluster:
+            with EmulatedCluster(topology) as cluster:
                 cluster.run(measure, path, topology, timeout_seconds=1800.0, on_report=_Printer(rate, shares))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from reshard.coordination import Channel, Decision
+from reshard.coordination import CallGroup, Decision
 from reshard.plan import Plan
 from reshard.runtime.program import RankProgram
 from reshard.runtime.rounds.runner import RoundRunner
@@ -18,7 +18,7 @@ class AgreedPlan:
         plan: the plan.
         program: this rank's part of the plan.
         runner: executor of the program in rounds on a GPU; None on the CPU.
-        channel: the ranks of the plan.
+        call_group: the ranks of the plan.
         round_number: number of the agreement's round, which tags the messages of transfers.
         decision: its result.
         lost: ranks that were lost in the agreement on the plan.
@@ -27,7 +27,7 @@ class AgreedPlan:
     plan: Plan
     program: RankProgram
     runner: RoundRunner | None
-    channel: Channel
+    call_group: CallGroup
     round_number: int
     decision: Decision
     lost: frozenset[int] = frozenset()

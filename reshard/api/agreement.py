@@ -24,12 +24,12 @@ from reshard.api.options import TransferOptions, is_fault_tolerant
 from reshard.api.transfer_arrays import copy_to_host
 from reshard.codecs import codec_name, find_codec, has_base, has_variable_size
 from reshard.coordination import (
-    Channel,
+    CallGroup,
     Decision,
-    Request,
+    RoundRequest,
     TensorRequest,
     check_inside,
-    find_channel,
+    find_call_group,
     remaining_ranks,
     resolve_partial,
 )
@@ -54,7 +54,7 @@ class Agreement:
 
     Attributes:
         inputs: inputs of this rank, checked. If the transfer runs on copies in host memory, they hold the copies.
-        channel: the ranks that called.
+        call_group: the ranks that called.
         round_number: number of the agreement's round, which tags the messages of the transfer.
         decision: its result, for the device type that the transfer runs on.
         arguments: ``(name, value)`` pairs that are equal on all ranks.
@@ -63,7 +63,7 @@ class Agreement:
     """
 
     inputs: Inputs
-    channel: Channel
+    call_group: CallGroup
     round_number: int
     decision: Decision
     arguments: list[tuple[str, str]]
@@ -93,30 +93,32 @@ def agree(inputs: Inputs, purpose: str) -> Agreement:
     group, options = inputs.group, inputs.options
     called = tuple(rank for rank in inputs.members if rank < group.size)
     inside = remaining_ranks(group, called) if is_fault_tolerant(options) else called
-    channel = find_channel(group, inside)
+    call_group = find_call_group(group, inside)
     request, items = _make_request(inputs, purpose)
     layouts = {item.name: (item.src, item.dst) for item in items}
     lost = set(called) - set(inside)
     while True:
-        decide = functools.partial(resolve_partial, layouts=layouts, members=channel.members)
-        round_number, decision = channel.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
+        decide = functools.partial(resolve_partial, layouts=layouts, members=call_group.members)
+        round_number, decision = call_group.agree(
+            request, decide, options["timeout_seconds"], is_fault_tolerant(options)
+        )
         lost |= set(decision.lost)
         if decision.dtypes:
             break
         # No agreement: the rank that decides the round was lost. Repeat the round without the lost ranks.
-        channel = find_channel(group, tuple(rank for rank in inside if rank not in lost))
+        call_group = find_call_group(group, tuple(rank for rank in inside if rank not in lost))
     if is_copied(decision.device_type, needs_cpu(options)):
-        items, decision = copy_to_host(items, channel, decision)
+        items, decision = copy_to_host(items, call_group, decision)
     checked = replace(inputs, items=items)
     for item in items:
         if item.name in decision.equal and item.tensor is not None:
             what = f"tensor {item.name!r}" if item.name else "the tensor"
             text = describe_equal_shards(what, item.src.ranks, item.tensor.shape, decision.shapes[item.name])
             warnings.warn(text, stacklevel=caller_level())
-    return Agreement(checked, channel, round_number, decision, request.arguments, frozenset(lost), purpose)
+    return Agreement(checked, call_group, round_number, decision, request.arguments, frozenset(lost), purpose)
 
 
-def _make_request(inputs: Inputs, purpose: str) -> tuple[Request, list[Item]]:
+def _make_request(inputs: Inputs, purpose: str) -> tuple[RoundRequest, list[Item]]:
     """Check the arguments of this rank.
 
     Args:
@@ -136,7 +138,7 @@ def _make_request(inputs: Inputs, purpose: str) -> tuple[Request, list[Item]]:
         error = (type(known).__name__, str(known))
     except Exception as other:  # a wrong argument may raise anything; the other ranks must receive it
         error = ("ArgumentError", f"{type(other).__name__}: {other}")
-    return Request(group.rank, arguments, tensors, group.hostname, error=error, purpose=purpose), checked
+    return RoundRequest(group.rank, arguments, tensors, group.hostname, error=error, purpose=purpose), checked
 
 
 def _check_local(arguments: list[tuple[str, str]], tensors: dict[str, TensorRequest], inputs: Inputs) -> list[Item]:

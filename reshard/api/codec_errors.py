@@ -11,7 +11,7 @@ from reshard.api.agreement import Agreement
 from reshard.api.arrays.casts import encode_source
 from reshard.api.options import is_fault_tolerant
 from reshard.codecs import ErrorSums
-from reshard.coordination import Channel, Decision, Request, describe_error, gather_reports, rebuild_error
+from reshard.coordination import CallGroup, Decision, RoundRequest, describe_error, gather_reports, rebuild_error
 from reshard.errors import CompressionError
 from reshard.plan import Plan
 
@@ -34,7 +34,7 @@ def encode_measured(
         CompressionError: a tensor is over the limit, with ``on_error="raise"``; the same error on all ranks.
         ReshardError: a rank failed to encode; the same error on all ranks.
     """
-    channel, items, options = agreement.channel, agreement.inputs.items, agreement.inputs.options
+    call_group, items, options = agreement.call_group, agreement.inputs.items, agreement.inputs.options
     encoded: dict[str, torch.Tensor | None] = {}
     sums: dict[str, ErrorSums] = {}
     error = None
@@ -45,9 +45,11 @@ def encode_measured(
     except Exception as failed:  # for example out of memory
         error = describe_error(failed)
     report = {"failed": error, "sums": sums}
-    request = Request(channel.group.rank, payload=report, purpose=f"compares errors {agreement.purpose}".strip())
-    decide = functools.partial(_gather, channel)
-    _, decision = channel.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
+    request = RoundRequest(
+        call_group.group.rank, payload=report, purpose=f"compares errors {agreement.purpose}".strip()
+    )
+    decide = functools.partial(_gather, call_group)
+    _, decision = call_group.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
     for rank, payload in sorted(decision.payloads.items()):
         if payload["failed"] is not None:
             name, text = payload["failed"]
@@ -74,5 +76,5 @@ def encode_measured(
     return encoded, frozenset(excess), frozenset(decision.lost)
 
 
-def _gather(channel: Channel, requests: list[Request]) -> Decision:
-    return gather_reports(requests, channel.members, channel.rendezvous.find_dead())
+def _gather(call_group: CallGroup, requests: list[RoundRequest]) -> Decision:
+    return gather_reports(requests, call_group.members, call_group.rendezvous.find_dead())

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from reshard.api.lossless.transfer import LosslessReport
-from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Channel, Monitor, keep_exceptions_local
+from reshard.coordination import NCCL_ROOT_CAUSE_GRACE_SECONDS, CallGroup, Monitor, keep_exceptions_local
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
 from reshard.forks import call_at_exit, call_in_child
 from reshard.formatting import describe_ranks
@@ -34,8 +34,8 @@ class Watch:
     and nobody will wait for the result.
 
     Attributes:
-        channel: the ranks that take part.
-        generation: number of the connections of the channel that the transfer uses.
+        call_group: the ranks that take part.
+        generation: number of the connections of the call group that the transfer uses.
         done: set when the transfer has ended.
         error: the error that ended it.
         begun_at, ended_at: ``time.monotonic()`` when this rank's part began and ended; None before that.
@@ -44,8 +44,8 @@ class Watch:
             begins.
     """
 
-    def __init__(self, channel: Channel, generation: int) -> None:
-        self.channel, self.generation = channel, generation
+    def __init__(self, call_group: CallGroup, generation: int) -> None:
+        self.call_group, self.generation = call_group, generation
         self.done = threading.Event()
         self.error: ReshardError | None = None
         self.begun_at: float | None = None
@@ -56,22 +56,22 @@ class Watch:
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that take part."""
-        return self.channel.members
+        return self.call_group.members
 
     def reported_error(self) -> ReshardError | None:
         """The error of this transfer that another rank published, or None."""
-        return self.channel.reported_error(self.generation)
+        return self.call_group.reported_error(self.generation)
 
     def stop(self, error: ReshardError) -> None:
         """End the transfer with an error and wake all waiting threads."""
         if not self.done.is_set():
-            self.error = self.channel.record_error(self.generation, error)
+            self.error = self.call_group.record_error(self.generation, error)
             self.done.set()
 
     def check(self) -> None:
         """Raise the error that ended this transfer, if there is one."""
         if self.error is not None:
-            error = copy.copy(self.error)  # transfers of the channel share the error, but each has its own note
+            error = copy.copy(self.error)  # transfers of the call group share the error, but each has its own note
             error.__notes__ = [] if self.describe is None else [self.describe()]
             raise error
 
@@ -284,7 +284,7 @@ class ConfirmedHandle(Handle):
     """
 
     def __init__(self, inner: Handle, finish: Callable[[], Any]) -> None:
-        super().__init__(Watch(inner._watch.channel, inner._watch.generation), finish)
+        super().__init__(Watch(inner._watch.call_group, inner._watch.generation), finish)
         self._inner = inner
         self._final_error: ReshardError | None = None
 
@@ -366,14 +366,14 @@ class StreamWatch(Watch):
     It holds no array. The allocator knows which streams still use the memory.
     """
 
-    def __init__(self, channel: Channel, generation: int, transfers: StreamRunner, deadline: float) -> None:
-        super().__init__(channel, generation)
-        self._group = channel.group  # the channel does not keep the group alive
+    def __init__(self, call_group: CallGroup, generation: int, transfers: StreamRunner, deadline: float) -> None:
+        super().__init__(call_group, generation)
+        self._group = call_group.group  # the call group does not keep the group alive
         self._transfers, self._deadline = transfers, deadline
         self._pid = os.getpid()
         self.mark: Mark | None = None
-        channel.num_started += 1
-        self._number = channel.num_started
+        call_group.num_started += 1
+        self._number = call_group.num_started
         self.is_ordered = False  # the caller's stream waits for the transfer
         self._broken_at: float | None = None  # when the connections were first found broken
 
@@ -405,20 +405,20 @@ class StreamWatch(Watch):
         try:
             if self.done.is_set():
                 pass  # stopped by an error that another rank published
-            elif (failed := self.channel.find_failure(self.generation)) is not None:
+            elif (failed := self.call_group.find_failure(self.generation)) is not None:
                 self.stop(failed)  # check before the mark: aborted work also completes on the device
             elif self.mark is not None and self.mark.query():
                 self.succeed()
             elif (broken := self._transfers.find_error()) is not None:
                 self._stop_unless_explained(ConnectionError(broken))
             elif time.monotonic() >= self._deadline:
-                why = self.channel.explain_timeout(self._number)
+                why = self.call_group.explain_timeout(self._number)
                 error = TransferTimeoutError(f"rank {self._group.rank}: the transfer did not finish in time{why}")
-                self.stop(self.channel.fail(self.generation, error))
+                self.stop(self.call_group.fail(self.generation, error))
         except NcclError as error:
             self._stop_unless_explained(error)
         except RuntimeError as error:
-            self.stop(self.channel.fail(self.generation, error))
+            self.stop(self.call_group.fail(self.generation, error))
         if self.done.is_set():
             _unfinished.discard(self)
         return self.done.is_set()
@@ -430,8 +430,8 @@ class StreamWatch(Watch):
         """
         now = time.monotonic()
         self._broken_at = now if self._broken_at is None else self._broken_at
-        if now >= min(self._broken_at + NCCL_ROOT_CAUSE_SECONDS, self._deadline):
-            self.stop(self.channel.fail(self.generation, error))
+        if now >= min(self._broken_at + NCCL_ROOT_CAUSE_GRACE_SECONDS, self._deadline):
+            self.stop(self.call_group.fail(self.generation, error))
 
     def block(self, timeout_seconds: float | None) -> None:
         """Block until the transfer has ended; raises TransferTimeoutError if the timeout passes first."""

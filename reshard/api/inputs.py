@@ -10,10 +10,10 @@ from reshard.api.arrays.dtensors import check_same_layout, is_device_mesh, is_dt
 from reshard.api.options import TransferOptions, is_fault_tolerant
 from reshard.coordination import (
     Group,
-    Request,
+    RoundRequest,
     count_call,
     describe_error,
-    find_channel,
+    find_call_group,
     find_group,
     leave_interrupted,
     remaining_ranks,
@@ -110,7 +110,7 @@ def read_inputs(group: Group, given: Mapping[str, Any], options: TransferOptions
         members = tuple(sorted({rank for item in items for side in (item.src, item.dst) for rank in side.ranks}))
         outside = not any(rank < group.size for rank in members)
         if outside or group.rank not in members:
-            find_channel(group, members)  # raises
+            find_call_group(group, members)  # raises
         options = {**options, "timeout_seconds": check_timeout(options["timeout_seconds"])}
         return Inputs(group, items, members, options)
     except ReshardError as error:
@@ -177,9 +177,11 @@ def _report_bad_arguments(
         seconds = DEFAULT_TIMEOUT_SECONDS
     fault_tolerant = is_fault_tolerant(options)
     with count_call(group, members, fault_tolerant) as purpose:
-        request = Request(group.rank, hostname=group.hostname, error=describe_error(error), purpose=purpose)
+        request = RoundRequest(group.rank, hostname=group.hostname, error=describe_error(error), purpose=purpose)
         while group.rank in inside:  # agree raises the error once every surviving rank has it
-            find_channel(group, inside).agree(request, lambda requests: resolve(requests, {}), seconds, fault_tolerant)
+            find_call_group(group, inside).agree(
+                request, lambda requests: resolve(requests, {}), seconds, fault_tolerant
+            )
             inside = remaining_ranks(group, inside)
 
 

@@ -55,7 +55,7 @@ def prepare_buckets(agreement: Agreement) -> PreparedBuckets:
     """
     items, options = agreement.inputs.items, agreement.inputs.options
     transfer = LosslessTransfer(
-        agreement.channel,
+        agreement.call_group,
         str(options["compression"]),
         agreement.tensors,
         CallArrays(
@@ -69,10 +69,10 @@ def prepare_buckets(agreement: Agreement) -> PreparedBuckets:
         lost=agreement.lost if is_fault_tolerant(options) else None,
     )
     report = transfer.offer()
-    if transfer.last_round is not None:  # lost ranks may have left a channel of fewer ranks
-        channel, round_number, generation = transfer.last_round
+    if transfer.last_round is not None:  # lost ranks may have left a call group of fewer ranks
+        call_group, round_number, generation = transfer.last_round
         decision = replace(agreement.decision, generation=generation)
-        agreement = replace(agreement, channel=channel, round_number=round_number, decision=decision)
+        agreement = replace(agreement, call_group=call_group, round_number=round_number, decision=decision)
     buckets = transfer.specs()
     agreed = agree_on_plan(agreement, buckets=buckets) if buckets else None
     lost = frozenset(transfer.lost) | (frozenset() if agreed is None else agreed.lost)
@@ -82,8 +82,8 @@ def prepare_buckets(agreement: Agreement) -> PreparedBuckets:
 def start_lossless(prepared: PreparedBuckets) -> Handle:
     """Start to move the buckets."""
     agreement, transfer, agreed = prepared.agreement, prepared.transfer, prepared.agreed
-    inputs, channel, decision = agreement.inputs, agreement.channel, agreement.decision
-    rank, generation = channel.group.rank, decision.generation
+    inputs, call_group, decision = agreement.inputs, agreement.call_group, agreement.decision
+    rank, generation = call_group.group.rank, decision.generation
     try:
         sent, received = transfer.arrays()
         targets = [
@@ -91,7 +91,7 @@ def start_lossless(prepared: PreparedBuckets) -> Handle:
             for item, spec in zip(inputs.items, agreement.tensors, strict=True)
         ]
     except Exception as error:  # for example out of memory; the other ranks wait for this one
-        raise channel.fail(generation, error) from error
+        raise call_group.fail(generation, error) from error
     by_name = {item.name: target for item, target in zip(inputs.items, targets, strict=True)}
 
     def complete(error: ReshardError | None) -> None:
@@ -102,17 +102,17 @@ def start_lossless(prepared: PreparedBuckets) -> Handle:
 
     handle: Handle
     if agreed is None:
-        watch = Watch(channel, generation)
+        watch = Watch(call_group, generation)
         watch.succeed()
         inner = Handle(watch, _no_result)
     elif prepared.lost:
-        inner = failed_handle(channel, generation, ranks_missed_error(prepared.lost), _no_result)
+        inner = failed_handle(call_group, generation, ranks_missed_error(prepared.lost), _no_result)
     else:  # the buckets have digests of their own
         inner = start_part(agreed, sent, received, _no_result, inputs.options, verify=False)
     if agreed is None or not is_fault_tolerant(inputs.options):
         handle = LosslessHandle(inner, prepared.report, complete, finish)
     else:
-        recovery = Recovery(channel, agreed.plan, sent, received, prepared.lost, inputs.options)
+        recovery = Recovery(call_group, agreed.plan, sent, received, prepared.lost, inputs.options)
 
         def complete_recovered() -> None:
             transfer.exclude(recovery.survivors)

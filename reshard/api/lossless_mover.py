@@ -32,7 +32,7 @@ class LosslessTransfers:
     """
 
     def __init__(self, agreed: AgreedPlan, codec: str, timeout_seconds: float, verify: bool, both_ways: bool) -> None:
-        self._channel, self._plan, self._codec = agreed.channel, agreed.plan, codec
+        self._call_group, self._plan, self._codec = agreed.call_group, agreed.plan, codec
         self._timeout_seconds, self._verify, self._both_ways = timeout_seconds, verify, both_ways
         self._inner: OpenTransfers | None = None
         self._capacities: Mapping[str, int] = {}
@@ -60,7 +60,7 @@ class LosslessTransfers:
             except Exception as error:
                 failure = error
         transfer = LosslessTransfer(
-            self._channel,
+            self._call_group,
             self._codec,
             self._plan.tensors,
             arrays,
@@ -94,7 +94,7 @@ class LosslessTransfers:
             if base is not None and not has_base(self._codec):
                 raise ArgumentError(f"{what}: base= is for compression='delta', not {self._codec!r}")
             if base is not None:
-                check_base(base, source, what, self._channel.group.rank)
+                check_base(base, source, what, self._call_group.group.rank)
         role = "a base, which the transfer must not change"
         check_no_aliasing(given.bases, given.targets, names, role)
 
@@ -103,7 +103,7 @@ class LosslessTransfers:
 
         An error is raised when the ranks confirm the transfer, because ranks without buckets take part only in that.
         """
-        watch = Watch(self._channel, self._channel.generation)
+        watch = Watch(self._call_group, self._call_group.generation)
         own = Handle(watch, lambda: None)
         if transfer.is_idle:
             watch.succeed()
@@ -124,7 +124,7 @@ class LosslessTransfers:
             self._capacities = capacities
             specs, topology = transfer.specs(capacities), self._plan.topology
             plan = plan_tensors(specs, topology=topology, staging_bytes=self._plan.staging_bytes)
-            group = self._channel.group
+            group = self._call_group.group
             with group.nesting():
                 limit, both_ways = self._timeout_seconds, self._both_ways
                 self._inner = open_plan(plan, group, timeout_seconds=limit, both_ways=both_ways).transfers

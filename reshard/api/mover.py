@@ -151,7 +151,7 @@ class Mover:
             )
             agreed = opened.agreed
             self.plan, self._agreed, self._transfers, self._is_copied = plan, agreed, opened.transfers, opened.is_copied
-            self._group = agreed.channel.group
+            self._group = agreed.call_group.group
             self._reader = ArrayReader(plan, agreed.program, self._group, device)
             self._lossless: LosslessTransfers | None = None
             if compression is not None:
@@ -207,7 +207,7 @@ class Mover:
             return self._start_lossless(self._lossless, tensor, out, base)
 
     def _start(self, tensor: Any, out: Any, base: Any) -> Handle:
-        channel, generation = self._agreed.channel, self._agreed.decision.generation
+        call_group, generation = self._agreed.call_group, self._agreed.decision.generation
         tensors, device = self.plan.tensors, self._agreed.decision.device_type
         try:
             if base is not None:
@@ -223,9 +223,9 @@ class Mover:
         except ReshardError as error:
             if is_capturing():  # nothing has run, and an abort would spoil the capture and hide this error
                 raise
-            raise channel.fail(generation, error) from None
+            raise call_group.fail(generation, error) from None
         except BaseException as error:  # such as KeyboardInterrupt; the other ranks have started this transfer
-            channel.fail(generation, error)
+            call_group.fail(generation, error)
             raise
 
         def finish() -> Any:
@@ -329,11 +329,11 @@ def start_checked(mover: Mover, tensors: Mapping[str, torch.Tensor] | None = Non
 def fail_transfers(mover: Mover, error: BaseException) -> ReshardError:
     """End all transfers in progress between the ranks of a Mover, on every rank. Returns the error that they raise."""
     agreed = mover._agreed
-    return agreed.channel.fail(agreed.decision.generation, error)
+    return agreed.call_group.fail(agreed.decision.generation, error)
 
 
 def check_transfers(mover: Mover) -> None:
     """Raise the error that another rank of a Mover published, or ArgumentError if the group is closed."""
     agreed = mover._agreed
-    agreed.channel.group.check_usable()
-    agreed.channel.check_reported(agreed.decision.generation)
+    agreed.call_group.group.check_usable()
+    agreed.call_group.check_reported(agreed.decision.generation)

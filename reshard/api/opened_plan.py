@@ -14,11 +14,11 @@ from reshard.api.queued_transfers import QueuedTransfers
 from reshard.api.streamed_transfers import StreamedTransfers
 from reshard.coordination import (
     Group,
-    Request,
+    RoundRequest,
     calling,
     check_inside,
     describe_error,
-    find_channel,
+    find_call_group,
     plan_arguments,
     publish_interruption,
     report_error,
@@ -51,7 +51,7 @@ def open_transfers(
         agreed: the plan and this rank's part of it.
         timeout_seconds: limit of each transfer.
         verify: compare digests after each transfer.
-        is_one_call: reuse the buffers that the channel keeps from earlier calls.
+        is_one_call: reuse the buffers that the call group keeps from earlier calls.
         communicator_index: see :class:`reshard.Mover`.
         both_ways: see :class:`reshard.Mover`.
     """
@@ -100,7 +100,7 @@ def open_plan(
     except ReshardError as error:
         report_error(group, error)
         raise
-    channel = find_channel(group, plan.ranks)
+    call_group = find_call_group(group, plan.ranks)
     program = runner = failure = None
     needs_cpu, used = False, device  # type of the device that the transfers run on
     options = {"both_ways": both_ways, "device": device, "verify": verify}
@@ -127,15 +127,15 @@ def open_plan(
     except Exception as raised:  # the plan is wrong, or this rank cannot execute it
         failure = describe_error(raised) if isinstance(raised, ReshardError) else ("PlanError", str(raised))
         timeout_seconds, fault_tolerant = DEFAULT_TIMEOUT_SECONDS, False
-    request = Request(group.rank, arguments, hostname=group.hostname, error=failure)
+    request = RoundRequest(group.rank, arguments, hostname=group.hostname, error=failure)
     with publish_interruption(group, lambda: plan.ranks), calling(group):
         decide = functools.partial(resolve_partial, layouts={}, members=plan.ranks)
-        round_number, decision = channel.agree(request, decide, timeout_seconds, fault_tolerant)
+        round_number, decision = call_group.agree(request, decide, timeout_seconds, fault_tolerant)
         if decision.lost:
             raise ranks_missed_error(decision.lost, "join")
         assert program is not None
         warn_of_hosts(plan, decision.hostnames)
-        agreed = AgreedPlan(plan, program, runner, channel, round_number, replace(decision, device_type=used))
+        agreed = AgreedPlan(plan, program, runner, call_group, round_number, replace(decision, device_type=used))
         transfers = open_transfers(
             agreed, timeout_seconds, verify, communicator_index=communicator_index, both_ways=both_ways
         )

@@ -23,12 +23,12 @@ import numpy as np
 import xxhash
 
 from reshard.coordination import (
-    Channel,
+    CallGroup,
     Decision,
     Group,
-    Request,
+    RoundRequest,
     calling,
-    find_channel,
+    find_call_group,
     publish_interruption,
     resolve_partial,
 )
@@ -49,7 +49,7 @@ _SIZE = struct.Struct("<q")
 
 @contextlib.contextmanager
 def plan_per_host(
-    channel: Channel,
+    call_group: CallGroup,
     make: Callable[[Sequence[TensorSpec]], Plan],
     tensors: Sequence[TensorSpec],
     *,
@@ -59,10 +59,10 @@ def plan_per_host(
     fault_tolerant: bool = False,
     purpose: str = "",
 ) -> Iterator[Callable[[], Plan]]:
-    """Make a plan on one rank of each host. All ranks of the channel enter, and leave after a further round.
+    """Make a plan on one rank of each host. All ranks of the call group enter, and leave after a further round.
 
     Args:
-        channel: channel of the ranks, which pass equal arguments.
+        call_group: call group of the ranks, which pass equal arguments.
         make: function that makes the plan of tensors with a strategy of the library, for the topology and the staging
             bytes below.
         fault_tolerant: continue without ranks that are lost.
@@ -75,23 +75,23 @@ def plan_per_host(
         ReshardError: a rank did not come to a round; the same on all ranks.
     """
     alone = functools.partial(make, tensors)
-    estimate = estimate_planning_seconds(tensors) if len(channel.members) > 1 else 0.0
+    estimate = estimate_planning_seconds(tensors) if len(call_group.members) > 1 else 0.0
     if estimate < SHARED_FROM_SECONDS:
         yield alone
         return
 
-    def hold(payload: Any, decide: Callable[[list[Request]], Decision], what: str, seconds: float) -> Decision:
-        request = Request(channel.group.rank, payload=payload, purpose=f"{what} {purpose}".strip())
-        return channel.agree(request, decide, seconds, fault_tolerant)[1]
+    def hold(payload: Any, decide: Callable[[list[RoundRequest]], Decision], what: str, seconds: float) -> Decision:
+        request = RoundRequest(call_group.group.rank, payload=payload, purpose=f"{what} {purpose}".strip())
+        return call_group.agree(request, decide, seconds, fault_tolerant)[1]
 
-    decide = functools.partial(_find_planners, members=channel.members)
-    rank = channel.group.rank
-    decision = hold(_name_machine(channel), decide, "finds planners", timeout_seconds)
+    decide = functools.partial(_find_planners, members=call_group.members)
+    rank = call_group.group.rank
+    decision = hold(_name_machine(call_group), decide, "finds planners", timeout_seconds)
     planners = decision.payloads
     if decision.lost or len(set(planners.values())) == len(planners):  # no two ranks share a machine
         yield alone
         return
-    decide = functools.partial(_gather_files, members=channel.members)
+    decide = functools.partial(_gather_files, members=call_group.members)
     patience = timeout_seconds + _PATIENCE * estimate
     if planners[rank] != rank:
         files = hold(None, decide, "shares plans", patience).payloads
@@ -133,7 +133,7 @@ def plan_in_group(
     with contextlib.ExitStack() as files:
         with publish_interruption(group, lambda: members), calling(group):
             planning = plan_per_host(
-                find_channel(group, members),
+                find_call_group(group, members),
                 make,
                 tensors,
                 topology=topology,
@@ -165,23 +165,23 @@ def _map_or_make(
     return make()
 
 
-def _find_planners(requests: list[Request], members: Sequence[int]) -> Decision:
+def _find_planners(requests: list[RoundRequest], members: Sequence[int]) -> Decision:
     """A decision whose payloads are the planner of each rank, found by the names of the machines."""
     lowest: dict[Any, int] = {}
     planners = {request.rank: lowest.setdefault(request.payload, request.rank) for request in requests}
     return replace(resolve_partial(requests, {}, members), payloads=planners)
 
 
-def _gather_files(requests: list[Request], members: Sequence[int]) -> Decision:
+def _gather_files(requests: list[RoundRequest], members: Sequence[int]) -> Decision:
     """A decision whose payloads are the files of the planners."""
     files = {request.rank: request.payload for request in requests if request.payload is not None}
     return replace(resolve_partial(requests, {}, members), payloads=files)
 
 
-def _name_machine(channel: Channel) -> str:
+def _name_machine(call_group: CallGroup) -> str:
     """A name that ranks share only if they may open each other's files."""
-    name = name_machine(channel.group.hostname)
-    return f"rank {channel.group.rank}" if name is None else name.hex()
+    name = name_machine(call_group.group.hostname)
+    return f"rank {call_group.group.rank}" if name is None else name.hex()
 
 
 def _write(plan: Plan) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from reshard.api.option_checks import check_listed
 from reshard.api.options import is_fault_tolerant
 from reshard.api.plan_per_host import plan_per_host
 from reshard.codecs import has_variable_size
-from reshard.coordination import MAX_CACHED, Request, plan_arguments, resolve_partial, topology_of_names
+from reshard.coordination import MAX_CACHED, RoundRequest, plan_arguments, resolve_partial, topology_of_names
 from reshard.errors import ReshardError
 from reshard.plan import Plan, ensure_checked
 from reshard.planner import AUTO_CODEC, compress_tensors, plan_tensors
@@ -76,14 +76,16 @@ def agree_on_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequ
         raw: tensors that are not encoded.
         buckets: what travels in place of the tensors.
     """
-    channel, decision, options = agreement.channel, agreement.decision, agreement.inputs.options
+    call_group, decision, options = agreement.call_group, agreement.decision, agreement.inputs.options
     agreed: list[Any] = [sorted(item.items()) for item in (decision.shapes, decision.dtypes, decision.hostnames)]
     key = repr((agreement.arguments, decision.device_type, agreed, sorted(raw), list(map(str, buckets))))
     # different functions and codecs may have the same name
     is_cacheable = not callable(options["strategy"]) and isinstance(options["compression"], str | None)
-    if is_cacheable and key in channel.cache:
-        channel.cache.move_to_end(key)
-        return AgreedPlan(*channel.cache[key], channel=channel, round_number=agreement.round_number, decision=decision)
+    if is_cacheable and key in call_group.cache:
+        call_group.cache.move_to_end(key)
+        return AgreedPlan(
+            *call_group.cache[key], call_group=call_group, round_number=agreement.round_number, decision=decision
+        )
     program = runner = error = None
     arguments: list[tuple[str, str]] = []
     is_made_per_host = is_cacheable and options["compression"] != AUTO_CODEC  # which makes several plans
@@ -96,7 +98,7 @@ def agree_on_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequ
             plan = take_plan()
             check_listed(plan, decision.device_type, options["verify"])
             ensure_checked(plan)  # the strategy may be the caller's
-            program = build_program(plan, channel.group.rank)
+            program = build_program(plan, call_group.group.rank)
             runner = make_runner(plan, program, decision.device_type)
             arguments = plan_arguments(plan)
         except ReshardError as known:
@@ -104,15 +106,15 @@ def agree_on_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequ
         except Exception as other:
             error = ("ReshardError", f"{type(other).__name__}: {other}")
         purpose = f"compares plans {agreement.purpose}".strip()
-        request = Request(channel.group.rank, arguments, error=error, purpose=purpose)
-        decide = functools.partial(resolve_partial, layouts={}, members=channel.members)
-        _, compared = channel.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
+        request = RoundRequest(call_group.group.rank, arguments, error=error, purpose=purpose)
+        decide = functools.partial(resolve_partial, layouts={}, members=call_group.members)
+        _, compared = call_group.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
     assert program is not None
     if is_cacheable:
-        channel.cache[key] = plan, program, runner
-    if len(channel.cache) > MAX_CACHED:
-        channel.cache.popitem(last=False)
-    return AgreedPlan(plan, program, runner, channel, agreement.round_number, decision, frozenset(compared.lost))
+        call_group.cache[key] = plan, program, runner
+    if len(call_group.cache) > MAX_CACHED:
+        call_group.cache.popitem(last=False)
+    return AgreedPlan(plan, program, runner, call_group, agreement.round_number, decision, frozenset(compared.lost))
 
 
 def _plan_per_host(
@@ -125,7 +127,7 @@ def _plan_per_host(
     except Exception:  # on all ranks alike
         return nullcontext(functools.partial(_make_plan, agreement, raw, buckets))
     return plan_per_host(
-        agreement.channel,
+        agreement.call_group,
         plan,
         tensors,
         topology=_topology_of(agreement),

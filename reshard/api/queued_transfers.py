@@ -17,7 +17,7 @@ import torch
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.arrays.memory_in_use import note_use
 from reshard.api.handle import EXIT_SECONDS, Handle, PostedTransfer, Watch, check_process
-from reshard.coordination import Channel, Monitor
+from reshard.coordination import CallGroup, Monitor
 from reshard.errors import ReshardError, ResourceError, VerificationError
 from reshard.forks import call_at_exit
 from reshard.plan import Plan
@@ -36,7 +36,7 @@ _MAX_UNQUEUED = 32
 
 
 class QueuedTransfers:
-    """The transfers of one plan over the connections of a channel, in the order in which they were started.
+    """The transfers of one plan over the connections of a call group, in the order in which they were started.
 
     A transfer that :meth:`post` starts moves without a thread. The thread waits for it once the caller does: if it
     waited before, each transfer would wake it twice while the caller computes.
@@ -46,21 +46,21 @@ class QueuedTransfers:
         is_two_way: the connections carry both directions at the same time.
         timeout_seconds: limit of each transfer.
         verify: compare digests after each transfer.
-        is_one_call: there is one transfer. Take the channel's idle buffers if they are of the same plan, and return
+        is_one_call: there is one transfer. Take the call group's idle buffers if they are of the same plan, and return
             them at the end.
     """
 
     def __init__(
         self, agreed: AgreedPlan, is_two_way: bool, timeout_seconds: float, verify: bool, is_one_call: bool
     ) -> None:
-        self._plan, self._program, self._channel = agreed.plan, agreed.program, agreed.channel
-        self._group = agreed.channel.group
+        self._plan, self._program, self._call_group = agreed.plan, agreed.program, agreed.call_group
+        self._group = agreed.call_group.group
         self._generation, self._tag = agreed.decision.generation, agreed.round_number % (NOTIFY_TAG - 1)
         self.timeout_seconds, self._verify, self._reuses_staging = timeout_seconds, verify, is_one_call
-        self.transport = self._channel.transport(self._generation, is_two_way, timeout_seconds)
+        self.transport = self._call_group.transport(self._generation, is_two_way, timeout_seconds)
         self._staging = Staging(self._program, self._plan.staging_bytes)
         if is_one_call:
-            idle, self._channel.idle_staging = self._channel.idle_staging, None
+            idle, self._call_group.idle_staging = self._call_group.idle_staging, None
             if idle is not None and idle[0] == self._plan.plan_hash:
                 self._staging = idle[1]
         self._direct: DirectProgram | None = None
@@ -68,7 +68,7 @@ class QueuedTransfers:
             self._direct = find_direct(self._plan, self._program)
         self._queued: Watch | None = None  # the last transfer that the thread posts
         self._unqueued: deque[PostedTransfer] = deque()  # posted, and not handed to the thread
-        self._posted = _PostedWatch(self._channel, self._generation, self._plan, self._program)
+        self._posted = _PostedWatch(self._call_group, self._generation, self._plan, self._program)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -100,7 +100,7 @@ class QueuedTransfers:
             is_noted: whether later transfers of others are refused the memory of these arrays until the end.
         """
         self._start_thread()
-        watch = Watch(self._channel, self._generation)
+        watch = Watch(self._call_group, self._generation)
         handle = Handle(watch, finish)
         if self.transport is not None:
             Monitor.of(self._group).watch(watch)
@@ -124,7 +124,7 @@ class QueuedTransfers:
             start_thread(self._thread)
         except ResourceError as error:  # the other ranks have started this transfer
             self._thread = None
-            raise self._channel.fail(self._generation, error) from None
+            raise self._call_group.fail(self._generation, error) from None
 
     def _post(
         self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], *, marks_ends: bool = False
@@ -140,7 +140,7 @@ class QueuedTransfers:
             return None
         self._queued = None
         try:
-            self._channel.check_usable(self._generation)
+            self._call_group.check_usable(self._generation)
             return self._direct.post(
                 self.transport,  # type: ignore[arg-type]
                 src,  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ class QueuedTransfers:
         watch, monitor = self._posted, Monitor.of(self._group)
         monitor.watch(watch)
         try:
-            self._channel.check_usable(self._generation)
+            self._call_group.check_usable(self._generation)
             for transfer in batch:
                 if transfer.ended_at is None:
                     watch.tally = Tally()
@@ -271,8 +271,8 @@ class QueuedTransfers:
     def on_thread_end(self) -> None:
         """Drop the connections and return the buffers. The thread calls it last, after :meth:`close`."""
         self.transport = None
-        if self._reuses_staging and self._channel.broken is None and self._group.is_usable():
-            self._channel.idle_staging = self._plan.plan_hash, self._staging
+        if self._reuses_staging and self._call_group.broken is None and self._group.is_usable():
+            self._call_group.idle_staging = self._plan.plan_hash, self._staging
 
     def run(
         self,
@@ -292,7 +292,7 @@ class QueuedTransfers:
         """
         try:
             watch.check()
-            self._channel.check_usable(self._generation)
+            self._call_group.check_usable(self._generation)
             watch.describe = functools.partial(describe_progress, self._plan, self._program, watch.tally)
             watch.begin()
             deadline = time.monotonic() + self.timeout_seconds
@@ -323,11 +323,11 @@ class QueuedTransfers:
         # The transport may still write to the old buffers.
         self._staging = Staging(self._program, self._plan.staging_bytes)
         if isinstance(error, BrokenConnectionError):
-            error = self._channel.find_root_cause(self._generation, error, watch.done.wait)
+            error = self._call_group.find_root_cause(self._generation, error, watch.done.wait)
         if isinstance(error, WrongCopyError):
             error = VerificationError(describe_copy(self._plan, self._program.rank, error.id))
         if not watch.done.is_set():  # no rank has published the error
-            watch.stop(self._channel.fail(self._generation, error))
+            watch.stop(self._call_group.fail(self._generation, error))
 
     def _run_program(
         self,
@@ -371,8 +371,8 @@ class _PostedWatch(Watch):
         ended: gets an item when one has ended for which the caller waits, or has failed.
     """
 
-    def __init__(self, channel: Channel, generation: int, plan: Plan, program: RankProgram) -> None:
-        super().__init__(channel, generation)
+    def __init__(self, call_group: CallGroup, generation: int, plan: Plan, program: RankProgram) -> None:
+        super().__init__(call_group, generation)
         self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.describe = lambda: describe_progress(plan, program, self.tally)
 

@@ -23,13 +23,13 @@ from reshard.api.handle import ConfirmedHandle, Handle, progress_of
 from reshard.api.opened_plan import open_plan
 from reshard.api.options import TransferOptions
 from reshard.coordination import (
-    Channel,
+    CallGroup,
     Decision,
     Group,
-    Request,
+    RoundRequest,
     calling,
     describe_error,
-    find_channel,
+    find_call_group,
     gather_reports,
     rebuild_error,
 )
@@ -43,14 +43,14 @@ from reshard.runtime.cpu.encoded_shards import encoded_array
 from reshard.runtime.cpu.progress import Tally
 
 #: How long ranks wait for each other's outcome after the time limit of the transfer.
-OUTCOME_SECONDS = 0.5
+RECOVERY_OUTCOME_GRACE_SECONDS = 0.5
 
 
 class Recovery:
     """State of a fault-tolerant transfer on one rank, and the attempts to complete it.
 
     Args:
-        channel: the channel of the transfer.
+        call_group: the call group of the transfer.
         plan: the original plan.
         src, dst: this rank's arrays, one per tensor of the plan.
         lost: ranks that were lost before the transfer began.
@@ -60,16 +60,16 @@ class Recovery:
 
     def __init__(
         self,
-        channel: Channel,
+        call_group: CallGroup,
         plan: Plan,
         src: Sequence[torch.Tensor | None],
         dst: Sequence[torch.Tensor | None],
         lost: Collection[int],
         options: TransferOptions,
     ) -> None:
-        self._group: Group = channel.group
+        self._group: Group = call_group.group
         self._lost = set(lost)
-        self._members = tuple(rank for rank in channel.members if rank not in self._lost)
+        self._members = tuple(rank for rank in call_group.members if rank not in self._lost)
         self._handled_losses: set[int] = set()  # lost ranks that the current plan already excludes
         self._original, self._src, self._dst = plan, src, dst
         strategy = options["strategy"]
@@ -77,8 +77,8 @@ class Recovery:
         self.timeout_seconds, self._verify = options["timeout_seconds"], options["verify"]
         self._is_automatic = options["on_loss"] == "recover"  # else the caller must call recover()
         self._plan, self._pieces = plan, whole_tensors(plan)  # of the current attempt
-        channel.transfers += 1
-        self._name = f"transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
+        call_group.transfers += 1
+        self._name = f"transfer {call_group.transfers} of ranks {format_ranks(call_group.members)}"
         self._attempt = 0
 
     @property
@@ -93,7 +93,7 @@ class Recovery:
             error: the error that ended this rank's part of the transfer, or None.
             tally: progress of this rank's part.
             deadline: value of ``time.monotonic()``; a rank that has not reported by then, or within
-                ``OUTCOME_SECONDS`` of this call if that is later, counts as lost.
+                ``RECOVERY_OUTCOME_GRACE_SECONDS`` of this call if that is later, counts as lost.
 
         Raises:
             RankLostError: ranks are lost, and either no surviving rank holds some missing data, or recovery is not
@@ -135,12 +135,12 @@ class Recovery:
         outcome = asdict(tally) | {"failed": None if error is None else describe_error(error)}
         self._attempt += 1
         while True:
-            channel = find_channel(self._group, self._members)
+            call_group = find_call_group(self._group, self._members)
             purpose = f"waits for {self._name}{f', attempt {self._attempt}' if self._attempt > 1 else ''}"
-            request = Request(self._group.rank, payload=outcome, purpose=purpose)
-            decide = functools.partial(_gather_outcomes, channel)
-            seconds = max(deadline - time.monotonic(), OUTCOME_SECONDS)
-            _, decision = channel.agree(request, decide, seconds, fault_tolerant=True)
+            request = RoundRequest(self._group.rank, payload=outcome, purpose=purpose)
+            decide = functools.partial(_gather_outcomes, call_group)
+            seconds = max(deadline - time.monotonic(), RECOVERY_OUTCOME_GRACE_SECONDS)
+            _, decision = call_group.agree(request, decide, seconds, fault_tolerant=True)
             if not decision.lost:
                 return decision.payloads
             self._lost |= set(decision.lost)
@@ -160,7 +160,7 @@ class Recovery:
     def _run_attempt(self) -> tuple[ReshardError | None, Tally, float]:
         """Execute this rank's part of the current plan. Return its error, progress and deadline for outcomes."""
         # One timeout for the agreement on the plan, and one for its transfer.
-        deadline = time.monotonic() + 2 * self.timeout_seconds + OUTCOME_SECONDS
+        deadline = time.monotonic() + 2 * self.timeout_seconds + RECOVERY_OUTCOME_GRACE_SECONDS
         tally = Tally()
         if self._group.rank not in self._plan.ranks:
             return None, tally, deadline
@@ -179,8 +179,8 @@ class Recovery:
         return None, tally, deadline
 
 
-def _gather_outcomes(channel: Channel, requests: list[Request]) -> Decision:
-    return gather_reports(requests, channel.members, channel.rendezvous.find_dead())
+def _gather_outcomes(call_group: CallGroup, requests: list[RoundRequest]) -> Decision:
+    return gather_reports(requests, call_group.members, call_group.rendezvous.find_dead())
 
 
 class FaultTolerantHandle(ConfirmedHandle):
@@ -195,7 +195,7 @@ class FaultTolerantHandle(ConfirmedHandle):
     def __init__(self, inner: Handle, recovery: Recovery, finish: Callable[[], Any]) -> None:
         super().__init__(inner, finish)
         self._recovery = recovery
-        self._deadline = time.monotonic() + recovery.timeout_seconds + OUTCOME_SECONDS
+        self._deadline = time.monotonic() + recovery.timeout_seconds + RECOVERY_OUTCOME_GRACE_SECONDS
         self._completing = threading.RLock()
         self._is_complete = False
 

@@ -15,7 +15,7 @@ from reshard.api.options import TransferOptions, is_fault_tolerant
 from reshard.api.prepare import Prepared
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.transfer_arrays import call_arrays, finish_call
-from reshard.coordination import Channel
+from reshard.coordination import CallGroup
 from reshard.coordination.liveness.lost_ranks import ranks_missed_error
 from reshard.errors import ReshardError
 
@@ -24,17 +24,17 @@ def start_plain(prepared: Prepared) -> Handle:
     """Start a transfer that no rank has missed."""
     agreement, agreed = prepared.agreement, prepared.agreed
     assert agreed is not None
-    inputs, decision, channel = agreement.inputs, agreement.decision, agreement.channel
+    inputs, decision, call_group = agreement.inputs, agreement.decision, agreement.call_group
     try:
         src, dst, targets = call_arrays(inputs.items, agreed.plan, decision, inputs.group.rank, prepared.encoded)
     except Exception as error:  # for example out of memory; the other ranks wait for this one
-        raise channel.fail(decision.generation, error) from error
+        raise call_group.fail(decision.generation, error) from error
     finish = functools.partial(finish_call, inputs.items, decision, dst, targets)
     handle = start_part(agreed, src, dst, finish, inputs.options, inputs.options["verify"])
     if not is_fault_tolerant(inputs.options):
         note_wait(handle, (), unfinished(dst, targets))
         return handle
-    recovery = Recovery(channel, agreed.plan, src, dst, (), inputs.options)
+    recovery = Recovery(call_group, agreed.plan, src, dst, (), inputs.options)
     handle = FaultTolerantHandle(handle, recovery, finish)
     note_wait(handle, src, targets)  # a recovery may send from the source again
     return handle
@@ -43,11 +43,11 @@ def start_plain(prepared: Prepared) -> Handle:
 def start_recovery(prepared: Prepared) -> Handle:
     """The handle of a transfer that lost ranks before it began, so that the recovery has to move all data."""
     agreement, plan, lost = prepared.agreement, prepared.plan, prepared.lost
-    inputs, decision, channel = agreement.inputs, agreement.decision, agreement.channel
+    inputs, decision, call_group = agreement.inputs, agreement.decision, agreement.call_group
     src, dst, targets = call_arrays(inputs.items, plan, decision, inputs.group.rank, {})
     finish = functools.partial(finish_call, inputs.items, decision, dst, targets)
-    failed = failed_handle(channel, decision.generation, ranks_missed_error(lost), finish)
-    handle = FaultTolerantHandle(failed, Recovery(channel, plan, src, dst, lost, inputs.options), finish)
+    failed = failed_handle(call_group, decision.generation, ranks_missed_error(lost), finish)
+    handle = FaultTolerantHandle(failed, Recovery(call_group, plan, src, dst, lost, inputs.options), finish)
     note_wait(handle, src, targets)
     return handle
 
@@ -70,21 +70,21 @@ def start_part(
         options: options of the call.
         verify: compare digests after the transfer.
     """
-    channel, generation = agreed.channel, agreed.decision.generation
+    call_group, generation = agreed.call_group, agreed.decision.generation
     try:
         transfers = open_transfers(agreed, options["timeout_seconds"], verify, is_one_call=True)
     except Exception as error:
-        known = channel.fail(generation, error)
+        known = call_group.fail(generation, error)
         if not is_fault_tolerant(options):
             raise known from error
-        return failed_handle(channel, generation, known, finish)
+        return failed_handle(call_group, generation, known, finish)
     handle = transfers.start(src, dst, finish)
     transfers.close()
     return handle
 
 
-def failed_handle(channel: Channel, generation: int, error: ReshardError, finish: Callable[[], Any]) -> Handle:
+def failed_handle(call_group: CallGroup, generation: int, error: ReshardError, finish: Callable[[], Any]) -> Handle:
     """The handle of a transfer that an error ended before it began."""
-    watch = Watch(channel, generation)
+    watch = Watch(call_group, generation)
     watch.stop(error)
     return Handle(watch, finish)

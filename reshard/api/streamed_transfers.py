@@ -11,7 +11,7 @@ import torch
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.arrays.memory_in_use import note_use
 from reshard.api.handle import StreamHandle, StreamWatch
-from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Monitor
+from reshard.coordination import NCCL_ROOT_CAUSE_GRACE_SECONDS, Monitor
 from reshard.runtime.cpu.staging import carrier
 from reshard.runtime.cuda.encoded_shards import DeviceDecodedTarget
 from reshard.runtime.cuda.nccl_library import NcclError
@@ -23,24 +23,26 @@ class StreamedTransfers:
 
     Args:
         agreed: the plan and this rank's part of it, with a runner.
-        communicator_index: index of the NCCL communicator to use, among those between the ranks of the channel.
+        communicator_index: index of the NCCL communicator to use, among those between the ranks of the call group.
         timeout_seconds: limit for connecting the ranks, and of each transfer.
-        keeps_runner: leave the buffers and tables with the channel, for the next call.
+        keeps_runner: leave the buffers and tables with the call group, for the next call.
     """
 
     def __init__(self, agreed: AgreedPlan, communicator_index: int, timeout_seconds: float, keeps_runner: bool) -> None:
-        runner, self._channel, self._generation = agreed.runner, agreed.channel, agreed.decision.generation
+        runner, self._call_group, self._generation = agreed.runner, agreed.call_group, agreed.decision.generation
         assert runner is not None
         self.timeout_seconds = timeout_seconds
         if keeps_runner:
-            if self._channel.idle_runner is not None and self._channel.idle_runner is not runner:
-                self._channel.idle_runner.release()
-            self._channel.idle_runner = runner
+            if self._call_group.idle_runner is not None and self._call_group.idle_runner is not runner:
+                self._call_group.idle_runner.release()
+            self._call_group.idle_runner = runner
         device = runner.memory.device
-        exchange = self._channel.exchange(self._generation, device, communicator_index, runner.rounds, timeout_seconds)
+        exchange = self._call_group.exchange(
+            self._generation, device, communicator_index, runner.rounds, timeout_seconds
+        )
         streams = STREAMS[device.type](device) if exchange is None else exchange.streams
         self.on_stream: StreamRunner | None = StreamRunner(runner, exchange or _no_exchange, streams)
-        self._channel.group.resources.add_user(self)
+        self._call_group.group.resources.add_user(self)
 
     @property
     def order(self) -> object:
@@ -54,23 +56,23 @@ class StreamedTransfers:
 
     def start(self, src: Sequence[torch.Tensor | None], dst: Sequence[Any], finish: Callable[[], Any]) -> StreamHandle:
         """Enqueue a transfer of checked arrays. ``finish`` returns the result of the handle."""
-        channel, on_stream = self._channel, self.on_stream
-        channel.check_usable(self._generation)
+        call_group, on_stream = self._call_group, self.on_stream
+        call_group.check_usable(self._generation)
         assert on_stream is not None
         deadline = time.monotonic() + self.timeout_seconds
-        watch = StreamWatch(channel, self._generation, on_stream, deadline)
+        watch = StreamWatch(call_group, self._generation, on_stream, deadline)
         handle = StreamHandle(watch, finish, on_stream)
-        Monitor.of(channel.group).watch(watch)  # before the start, which may block on a rank that has died
+        Monitor.of(call_group.group).watch(watch)  # before the start, which may block on a rank that has died
         try:
             received = [carrier(item.encoded if isinstance(item, DeviceDecodedTarget) else item) for item in dst]
             watch.begin_at(on_stream.start(list(map(carrier, src)), received))
         except BaseException as error:  # the other ranks wait for this one
             if is_capturing():  # nothing has run, and an abort would spoil the capture and hide this error
-                Monitor.of(channel.group).forget(watch)
+                Monitor.of(call_group.group).forget(watch)
                 raise
             if isinstance(error, NcclError):
-                watch.done.wait(NCCL_ROOT_CAUSE_SECONDS)
-            known = channel.fail(self._generation, error)
+                watch.done.wait(NCCL_ROOT_CAUSE_GRACE_SECONDS)
+            known = call_group.fail(self._generation, error)
             watch.stop(known)
             if not isinstance(error, Exception):
                 raise

@@ -12,7 +12,7 @@ from reshard.api.arrays.casts import finish_received, wire_source, wire_target
 from reshard.api.arrays.dtensors import check_same_layout, is_dtensor, layout_of
 from reshard.api.arrays.tensor_checks import check_array, wait_for_collective
 from reshard.api.inputs import Item
-from reshard.coordination import Channel, Decision, Group
+from reshard.coordination import CallGroup, Decision, Group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.runtime.cuda.stream import current_device
@@ -145,12 +145,12 @@ def call_arrays(
     return src, dst, targets
 
 
-def copy_to_host(items: Sequence[Item], channel: Channel, decision: Decision) -> tuple[list[Item], Decision]:
+def copy_to_host(items: Sequence[Item], call_group: CallGroup, decision: Decision) -> tuple[list[Item], Decision]:
     """The items with host copies of their arrays, and the decision for a transfer between CPU tensors."""
     try:
         on_host = [item.on_host(current_device(decision.device_type)) for item in items]
     except Exception as error:  # for example out of memory; the other ranks wait for this one
-        raise channel.fail(decision.generation, error) from error
+        raise call_group.fail(decision.generation, error) from error
     return on_host, replace(decision, device_type="cpu")
 
 

@@ -1,4 +1,4 @@
 """The ``reshard`` command: plans, reports, demo and doctor.
 
-May import every package of ``reshard``. Other packages register their subcommands as entry points.
+May import every package of ``reshard``. Its commands, and those of other packages, are entry points.
 """

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from reshard.api.call import reshard_async
-from reshard.cli.demo_cases import GPU_RANKS, Case, gpu_cases, hard_cases, study_cases
+from reshard.cli.demo_cases import GPU_RANKS, DemoCase, gpu_cases, hard_cases, study_cases
 from reshard.cli.progress import print_line, track
 from reshard.coordination import all_gather_json
 from reshard.cost import NOTABLE_LATENCY, CostReport
@@ -53,7 +53,7 @@ def run_demo_on_gpus(shares_gpus: bool) -> int:
     return _run(gpu_cases(), functools.partial(choose_gpu, shares_gpus=shares_gpus))
 
 
-def _run(cases: Sequence[Case], choose: Callable[[int, int], None] | None = None) -> int:
+def _run(cases: Sequence[DemoCase], choose: Callable[[int, int], None] | None = None) -> int:
     print(_HEADER.format(devices=cases[0].devices_per_host, notable=f"{100 * NOTABLE_LATENCY:.0f} %"))
     print(_row("case", "from -> to", "strategy", "between", "inside", "x bound", "ms", "elements", "ok"))
     print("-" * 138)
@@ -73,7 +73,7 @@ def _row(*cells: Any) -> str:
     return f"{case:12} {title:54} {strategy:16} {between:>7} {inside:>7} {over:>7} {ms:>7} {elements:>12}  {ok}"
 
 
-def _run_rank(rank: int, cases: Sequence[Case], choose: Callable[[int, int], None] | None) -> int:
+def _run_rank(rank: int, cases: Sequence[DemoCase], choose: Callable[[int, int], None] | None) -> int:
     device, failed = "cpu", 0
     if choose is not None:
         choose(rank, rank)
@@ -90,7 +90,7 @@ def _run_rank(rank: int, cases: Sequence[Case], choose: Callable[[int, int], Non
     return failed
 
 
-def _run_case(rank: int, case: Case, strategy: str, device: str) -> tuple[list[float], int, int]:
+def _run_case(rank: int, case: DemoCase, strategy: str, device: str) -> tuple[list[float], int, int]:
     """``(seconds of each repeat, elements compared, elements wrong)`` on this rank."""
     if rank not in case.src.ranks + case.dst.ranks:
         return [0.0] * REPEATS, 0, 0
@@ -116,7 +116,7 @@ def _run_case(rank: int, case: Case, strategy: str, device: str) -> tuple[list[f
     return seconds, checked, wrong
 
 
-def _format_run(case: Case, strategy: str, milliseconds: float, checked: int, ok: bool) -> str:
+def _format_run(case: DemoCase, strategy: str, milliseconds: float, checked: int, ok: bool) -> str:
     plan = make_plan(case.src, case.dst, case.shape, case.dtype, strategy=strategy, topology=_topology(case))
     across, inside, _ = plan.bytes_moved()
     sizes = f"{across / _MIB:.1f}", f"{inside / _MIB:.1f}"
@@ -128,7 +128,7 @@ def _format_run(case: Case, strategy: str, milliseconds: float, checked: int, ok
     return _row(case.name, case.title, strategy, *sizes, over, *result)
 
 
-def _topology(case: Case) -> Topology:
+def _topology(case: DemoCase) -> Topology:
     hosts = tuple(rank // case.devices_per_host for rank in range(case.num_ranks))
     return Topology(hosts, latency_seconds=MESSAGE_SECONDS)
 

@@ -9,7 +9,7 @@ from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Strided
 
 
 @dataclass(frozen=True)
-class Case:
+class DemoCase:
     """One pair of layouts.
 
     Attributes:
@@ -31,7 +31,7 @@ class Case:
         return 1 + max(self.src.ranks + self.dst.ranks)
 
 
-def study_cases(divide: int = 1) -> list[Case]:
+def study_cases(divide: int = 1) -> list[DemoCase]:
     """The nine n-to-m cases of the 2023 cross-mesh resharding study (arXiv 2211.05322).
 
     ``divide`` divides every dim of the study's tensors, to make them smaller.
@@ -56,11 +56,11 @@ def study_cases(divide: int = 1) -> list[Case]:
         src = Mesh.of(src_grid)
         dst = Mesh.of(dst_grid, first_rank=src.size)
         title = f"{src_spec} on {src_grid} -> {dst_spec} on {dst_grid}"
-        cases.append(Case(f"study {name}", title, shape, "float32", Layout(src, src_spec), Layout(dst, dst_spec)))
+        cases.append(DemoCase(f"study {name}", title, shape, "float32", Layout(src, src_spec), Layout(dst, dst_spec)))
     return cases
 
 
-def hard_cases(rows: int = 512) -> list[Case]:
+def hard_cases(rows: int = 512) -> list[DemoCase]:
     """Uneven, in-place, overlapping, empty and irregular layouts. ``rows`` scales the larger tensors."""
 
     def ranks(grid: str, spec: Any = None, first_rank: int = 0) -> Layout:
@@ -93,10 +93,10 @@ def hard_cases(rows: int = 512) -> list[Case]:
         ("fused", "Q, K and V split by head in one tensor -> plain rows", (12 * part_rows, rows), "float32"),
         ("strided", "torch's _StridedShard, 2 x 2 -> replicated on 3", (rows * 2, rows), "float8_e4m3fn"),
     ]
-    return [Case(*tensor, *layouts[tensor[0]]) for tensor in tensors]
+    return [DemoCase(*tensor, *layouts[tensor[0]]) for tensor in tensors]
 
 
-def gpu_cases(rows: int = 2048) -> list[Case]:
+def gpu_cases(rows: int = 2048) -> list[DemoCase]:
     """Cases for four ranks, which share one host. ``rows`` scales the larger tensors."""
     pairs = {
         "columns": ("rows over 2 ranks -> columns over 2", "float32", (2, 0, "S0 R"), (2, 2, "R S0")),
@@ -107,7 +107,7 @@ def gpu_cases(rows: int = 2048) -> list[Case]:
     cases = []
     for name, (title, dtype, *sides) in pairs.items():
         src, dst = (Layout(Mesh.of(size, first_rank=first), spec) for size, first, spec in sides)
-        cases.append(Case(name, title, (rows + 1, rows), dtype, src, dst))
+        cases.append(DemoCase(name, title, (rows + 1, rows), dtype, src, dst))
     return cases + [case for case in hard_cases(rows // 4) if case.num_ranks <= GPU_RANKS]
 
 

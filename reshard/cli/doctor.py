@@ -29,7 +29,7 @@ from reshard.formatting import describe_ranks, format_ranks
 from reshard.timeouts import check_timeout
 
 #: Time limit of each test connection.
-CONNECT_SECONDS = 3.0
+DOCTOR_CONNECT_TIMEOUT_SECONDS = 3.0
 #: Estimate of the open files that all groups of a process together need for each rank of the job.
 FILES_PER_RANK = 16
 
@@ -176,7 +176,7 @@ def _find_unreachable(facts_by_rank: Sequence[Facts], rank: int) -> list[tuple[i
             continue
         try:
             address = facts_by_rank[other]["address"], facts_by_rank[other]["port"]
-            socket.create_connection(address, timeout=CONNECT_SECONDS).close()
+            socket.create_connection(address, timeout=DOCTOR_CONNECT_TIMEOUT_SECONDS).close()
         except OSError as error:
             failed.append((rank, other, str(error)))
     return failed

@@ -13,7 +13,7 @@ from reshard.cost import Bound, Makespan, describe_ties, find_bound, find_busies
 from reshard.drawing import draw_page
 from reshard.errors import PlanError
 from reshard.formatting import count_of, format_bytes, format_rate, format_seconds
-from reshard.plan import Boxes, Load, Plan, Traffic, describe_load, draw_boxes, draw_roles, find_loads, name_tensors
+from reshard.plan import HostBoxes, Load, Plan, Traffic, describe_load, draw_boxes, draw_roles, find_loads, name_tensors
 
 #: Most rows of a table; those with the most bytes, or the busiest, come first.
 MAX_ROWS = 64
@@ -50,7 +50,7 @@ def plan_to_html(plan: Plan, title: str | None = None) -> str:
     if not isinstance(plan, Plan):
         raise PlanError(f"plan_to_html needs a Plan, not {type(plan).__name__}")
     makespan, timeline = predict_timeline(plan)
-    bound, loads, boxes = find_bound(plan), find_loads(plan), Boxes.of(plan)
+    bound, loads, boxes = find_bound(plan), find_loads(plan), HostBoxes.of(plan)
     sentence, marked = find_bottleneck(bound, loads, makespan)
     traffic = boxes.find_traffic(marked)
     drawn = f"<div class='hosts'>{draw_boxes(boxes, traffic, marked)}{plan_player.CONTROLS}</div>"
@@ -116,7 +116,7 @@ def _describe_arrows(traffic: Traffic) -> str:
     )
 
 
-def _tables(plan: Plan, boxes: Boxes, traffic: Traffic, loads: list[Load], seconds: float) -> str:
+def _tables(plan: Plan, boxes: HostBoxes, traffic: Traffic, loads: list[Load], seconds: float) -> str:
     summary = describe_plan(plan, max_lines=0).split("...")[0].strip()[:MAX_TEXT]
     folded = [
         ("Bytes between hosts", _link_table(boxes, traffic)),
@@ -127,7 +127,7 @@ def _tables(plan: Plan, boxes: Boxes, traffic: Traffic, loads: list[Load], secon
     return f"<h2>Tables</h2>{''.join(parts)}"
 
 
-def _link_table(boxes: Boxes, traffic: Traffic) -> str:
+def _link_table(boxes: HostBoxes, traffic: Traffic) -> str:
     lines = ["<table><tr><th>from</th><th>to</th><th>bytes</th></tr>"]
     order = np.argsort(-traffic.nbytes, kind="stable")
     for arrow in order[:MAX_ROWS].tolist():

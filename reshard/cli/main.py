@@ -1,26 +1,20 @@
-"""The ``reshard`` command line: plan, demo, info and doctor, and the commands of other packages.
+"""The ``reshard`` command line. Each command is an entry point of the group :data:`COMMAND_GROUP`.
 
-``plan`` is a module with ``HELP``, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(options) -> exit status``. Other
-packages register such modules in the entry-point group :data:`COMMAND_GROUP`, under the name of the command.
+An entry point has the name of the command, and is a module as :mod:`reshard.cli.commands` describes.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
-import os
-import platform
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from reshard import __version__
-from reshard.errors import ArgumentError, ReshardError
-from reshard.formatting import count_of, did_you_mean
-from reshard.timeouts import check_timeout
+from reshard.errors import ReshardError
+from reshard.formatting import did_you_mean
 
-#: Entry points of further commands.
+#: Entry points of the commands.
 COMMAND_GROUP = "reshard.commands"
 _MAX_ERROR_CHARS = 2000
 #: Exit status after Ctrl-C, as of a process that SIGINT ended.
@@ -53,26 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="reshard", description=_INTRO, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"reshard {__version__}")
-    entries = sorted(importlib.metadata.entry_points(group=COMMAND_GROUP), key=lambda entry: entry.name)
-    loaders: dict[str, Callable[[], Any]] = {"plan": _load_plan, **{entry.name: entry.load for entry in entries}}
-    names = ["plan", "demo", "info", "doctor", *(entry.name for entry in entries)]
+    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMAND_GROUP)}
+    names = sorted(entries)
     given = sys.argv[1:] if arguments is None else list(arguments)
     _check_command(parser, given, names)
     commands = parser.add_subparsers(dest="command", metavar=f"{{{','.join(names)}}}")
     # only the modules that this command line needs: their imports take a while
-    modules = {name: load() for name, load in loaders.items() if not given or given[0] in (name, "-h", "--help")}
+    modules = {name: entries[name].load() for name in names if not given or given[0] in (name, "-h", "--help")}
     for name, module in modules.items():
         command = commands.add_parser(name, help=module.HELP, description=_as_sentence(module.HELP))
         module.add_arguments(_with_examples(command, *module.EXAMPLES))
-    _add_own_commands(commands)
     options = parser.parse_args(arguments)
     try:
-        if options.command == "demo":
-            return _demo(options)
-        if options.command == "info":
-            return _info()
-        if options.command == "doctor":
-            return _doctor(options.timeout)
         if options.command in modules:
             status: int = modules[options.command].run(options)
             return status
@@ -100,37 +86,6 @@ def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str], co
         parser.error(f"there is no command {arguments[0]!r}; commands are {', '.join(commands)}{meant}")
 
 
-def _load_plan() -> Any:
-    from reshard.cli import plan
-
-    return plan
-
-
-def _add_own_commands(commands: Any) -> None:
-    """Declare the small commands of this package."""
-    help_of_demo = "move real tensors between processes"
-    demo = commands.add_parser("demo", help=help_of_demo, description=_as_sentence(help_of_demo))
-    _with_examples(
-        demo,
-        "reshard demo",
-        "reshard demo --divide 8    # smaller tensors",
-        "reshard demo --device cuda --share-gpus    # 4 ranks",
-    )
-    demo.add_argument(
-        "--divide", type=int, default=4, help="divide each dim of the 2023 study's tensors by this (default: 4)"
-    )
-    demo.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: cpu)")
-    demo.add_argument(
-        "--share-gpus", action="store_true", help="let the 4 ranks of --device cuda share GPUs: right, but slow"
-    )
-    _with_examples(commands.add_parser("info", help="print versions and backends"), "reshard info")
-    help_of_doctor = "find what is wrong with this machine; under torchrun, what keeps ranks from reaching each other"
-    doctor = commands.add_parser("doctor", help=help_of_doctor, description=_as_sentence(help_of_doctor))
-    of_a_job = "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m reshard doctor"
-    _with_examples(doctor, "reshard doctor", of_a_job)
-    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for all ranks (default: 60)")
-
-
 def _as_sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
@@ -139,69 +94,3 @@ def _with_examples(parser: argparse.ArgumentParser, *examples: str) -> argparse.
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n  ".join(["examples:", *examples])
     return parser
-
-
-def _demo(options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("torch") is None:
-        raise ArgumentError("the demo needs torch: pip install 'reshard[torch]'")
-    if not 1 <= options.divide <= 128:
-        raise ArgumentError(f"--divide is {options.divide}; it must be from 1 to 128")
-    from reshard.cli.demo import run_demo, run_demo_on_gpus
-
-    if options.device == "cuda":
-        return run_demo_on_gpus(options.share_gpus)
-    if options.share_gpus:
-        raise ArgumentError("--share-gpus needs --device cuda")
-    return run_demo(options.divide)
-
-
-def _doctor(timeout_seconds: float) -> int:
-    """1 if there are problems, else 0. Ranks other than 0 return 0: torchrun would end rank 0 once one fails."""
-    from reshard.cli.machine import can_run_jobs, examine_machine
-
-    check_timeout(timeout_seconds)
-    if not {"RANK", "WORLD_SIZE"} & set(os.environ) or not can_run_jobs():
-        return print_findings(*examine_machine())
-    from reshard.cli.doctor import examine
-
-    findings = examine(timeout_seconds)
-    return print_findings(*findings) if os.environ.get("RANK") == "0" else 0
-
-
-def print_findings(lines: Sequence[str], problems: Sequence[str]) -> int:
-    """Print what a doctor found. Returns 1 if there are problems, else 0."""
-    for line in (*lines, *(f"PROBLEM {problem}" for problem in problems), *([] if problems else ["no problems found"])):
-        print(line)
-    return 1 if problems else 0
-
-
-def _info() -> int:
-    from reshard.cli.machine import why_torch_fails
-
-    facts = [("reshard", __version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
-    for package in ("numpy", "scipy", "torch", "jax", "cupy", "ray"):
-        try:
-            facts.append((package, importlib.metadata.version(package)))
-        except importlib.metadata.PackageNotFoundError:
-            facts.append((package, "not installed"))
-    backends = ["local (NumPy or torch arrays of one process)"]
-    if importlib.util.find_spec("torch") is None:
-        pass
-    elif (reason := why_torch_fails()) is not None:
-        backends.append(f"none of torch, which cannot be imported: {reason}")
-    else:
-        import torch
-        import torch.distributed as dist
-
-        if dist.is_available() and dist.is_gloo_available():
-            backends.append("torch (Gloo, CPU tensors)")
-        if dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available():
-            backends.append(f"torch (NCCL, {count_of(torch.cuda.device_count(), 'GPU')})")
-        if importlib.util.find_spec("ray") is not None:
-            backends.append("ray (actors, Gloo)")
-    if importlib.util.find_spec("cupy") is not None:
-        backends.append("cupy (NCCL)")
-    facts.append(("backends", ", ".join(backends)))
-    for name, value in facts:
-        print(f"{name:12} {value}")
-    return 0

@@ -54,7 +54,7 @@ class ModelTensor:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelShapes:
     """The tensors of a model, in order, and the number of its heads.
 
     Attributes:
@@ -70,7 +70,7 @@ class Model:
     num_kv_heads: int
 
 
-def read_model(source: str, dtype: str | None) -> Model:
+def read_model(source: str, dtype: str | None) -> ModelShapes:
     """The tensors of a model, without its weights.
 
     Args:
@@ -88,7 +88,7 @@ def read_model(source: str, dtype: str | None) -> Model:
         return _read_model(source, dtype)
 
 
-def _read_model(source: str, dtype: str | None) -> Model:
+def _read_model(source: str, dtype: str | None) -> ModelShapes:
     try:
         import torch
         import transformers
@@ -121,7 +121,7 @@ def _read_model(source: str, dtype: str | None) -> Model:
         for name, value in model.state_dict().items()
         if name not in tied
     ]
-    return Model(
+    return ModelShapes(
         type(model).__name__,
         tuple(tensors),
         num_heads,
@@ -194,7 +194,7 @@ class ModelPlan:
         planning_seconds: how long planning took.
     """
 
-    model: Model
+    model: ModelShapes
     plan: Plan
     planning_seconds: float
 
@@ -215,7 +215,7 @@ class Parallelism:
         ArgumentError: tp does not divide the heads, or the model has no plan for tp or no experts.
     """
 
-    def __init__(self, model: Model, sizes: Mapping[str, int], flag: str, first_rank: int) -> None:
+    def __init__(self, model: ModelShapes, sizes: Mapping[str, int], flag: str, first_rank: int) -> None:
         tp, heads, kv_heads = sizes["tp"], model.num_heads, model.num_kv_heads
         if tp > 1 and not any(tensor.tp_style for tensor in model.tensors):
             raise ArgumentError(f"{flag} has tp={tp}, but transformers has no tensor-parallel plan for {model.name}")

@@ -10,7 +10,7 @@ import numpy as np
 from reshard.cost import Timeline
 from reshard.drawing import colour_of
 from reshard.formatting import format_seconds
-from reshard.plan import Boxes, Traffic
+from reshard.plan import HostBoxes, Traffic
 
 #: Moments at which the page knows how much of each arrow has arrived.
 NUM_MOMENTS = 80
@@ -38,7 +38,7 @@ STYLE = """
 """
 
 
-def sample_progress(boxes: Boxes, traffic: Traffic, timeline: Timeline) -> np.ndarray:
+def sample_progress(boxes: HostBoxes, traffic: Traffic, timeline: Timeline) -> np.ndarray:
     """``(arrows, NUM_MOMENTS + 1)`` bytes of each arrow that have arrived at each moment, if messages flow evenly."""
     _, a, b, start, finish, nbytes = _between_hosts(boxes, timeline)
     arrows = traffic.sender * len(boxes.all) + traffic.receiver
@@ -51,7 +51,7 @@ def sample_progress(boxes: Boxes, traffic: Traffic, timeline: Timeline) -> np.nd
     return arrived
 
 
-def _between_hosts(boxes: Boxes, timeline: Timeline) -> tuple[np.ndarray, ...]:
+def _between_hosts(boxes: HostBoxes, timeline: Timeline) -> tuple[np.ndarray, ...]:
     """Of each message between hosts: its row, both boxes, start and finish in seconds, and bytes."""
     hosts, messages = boxes.plan.topology.host_by_rank, timeline.messages
     indices = np.flatnonzero(hosts[messages.sender] != hosts[messages.receiver])
@@ -59,7 +59,7 @@ def _between_hosts(boxes: Boxes, timeline: Timeline) -> tuple[np.ndarray, ...]:
     return indices, a, b, timeline.start[indices], timeline.finish[indices], messages.nbytes[indices].astype(float)
 
 
-def write_progress(boxes: Boxes, traffic: Traffic, progress: np.ndarray, seconds: float) -> str:
+def write_progress(boxes: HostBoxes, traffic: Traffic, progress: np.ndarray, seconds: float) -> str:
     """The data of the page's script, as JSON."""
     parts = np.rint(1000 * progress / np.maximum(traffic.nbytes[:, None], 1)).astype(int)
     data = {
@@ -72,7 +72,9 @@ def write_progress(boxes: Boxes, traffic: Traffic, progress: np.ndarray, seconds
     return json.dumps(data, separators=(",", ":"))
 
 
-def draw_times(boxes: Boxes, traffic: Traffic, timeline: Timeline, progress: np.ndarray, bound_seconds: float) -> str:
+def draw_times(
+    boxes: HostBoxes, traffic: Traffic, timeline: Timeline, progress: np.ndarray, bound_seconds: float
+) -> str:
     """What the lanes show, and one lane for what each box sends and one for what it receives.
 
     Lanes of few hosts show their messages; otherwise how much of the rate of its NICs a box uses.
@@ -106,7 +108,7 @@ def draw_times(boxes: Boxes, traffic: Traffic, timeline: Timeline, progress: np.
 
 
 def _draw_area(
-    boxes: Boxes, traffic: Traffic, progress: np.ndarray, lane: tuple[int, int], seconds: float, end: float
+    boxes: HostBoxes, traffic: Traffic, progress: np.ndarray, lane: tuple[int, int], seconds: float, end: float
 ) -> str:
     """The rate of a box over time, as a part of the rates of its NICs."""
     number, side = lane
@@ -127,7 +129,7 @@ def _draw_area(
 
 
 def _draw_spans(
-    boxes: Boxes, timeline: Timeline, lanes: Sequence[tuple[int, int]], end: float
+    boxes: HostBoxes, timeline: Timeline, lanes: Sequence[tuple[int, int]], end: float
 ) -> dict[tuple[int, int], str]:
     """The chart of each lane: spans of messages, whose colour is that of the other host."""
     _, a, b, start, finish, _ = _between_hosts(boxes, timeline)
@@ -144,7 +146,7 @@ def _draw_spans(
         gap *= 2
 
 
-def _draw_lane(boxes: Boxes, side: int, spans: Sequence[tuple[int, float, float]], gap: float, end: float) -> str:
+def _draw_lane(boxes: HostBoxes, side: int, spans: Sequence[tuple[int, float, float]], gap: float, end: float) -> str:
     rows: list[float] = [0.0]  # end of the last span in each row; spans that overlap go to different rows
     lines = []
     for other, start, stop in spans:

@@ -26,7 +26,7 @@ ENCODE_SECONDS, DECODE_SECONDS = 3e-5, 2e-5
 
 
 @dataclass(frozen=True)
-class Rates:
+class TransferRates:
     """The rates of a transfer, in plain bytes of all tensors per second.
 
     Attributes:
@@ -46,7 +46,7 @@ def predict_ratio(name: str, width: int, sample: Sample) -> float:
     return min(FORMATS[name].predict_ratio(width, sample), 1.0)
 
 
-def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: Rates) -> float:
+def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: TransferRates) -> float:
     """Predict the time that a tensor adds to a transfer in a format."""
     if FORMATS[name].dense_format in rates.formats and sample.changed > DENSE_SHARES[width]:
         name = FORMATS[name].dense_format
@@ -70,7 +70,7 @@ def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: Ra
     return fixed + numel * width * per_byte
 
 
-def choose_format(numel: int, width: int, sample: Sample, rates: Rates, formats: Collection[str]) -> str:
+def choose_format(numel: int, width: int, sample: Sample, rates: TransferRates, formats: Collection[str]) -> str:
     """The format in which a tensor travels.
 
     Args:

@@ -16,7 +16,7 @@ from reshard.compression.collectives import Wait, all_gather, decode_rows, encod
 NUM_PHASES = 3
 
 
-class Level(Protocol):
+class ExchangeLevel(Protocol):
     """Ranks that exchange rows: those of one host, or those at the same place of their hosts."""
 
     @property
@@ -41,11 +41,11 @@ class GroupLevel:
         self._group, self.size, self.index = group, dist.get_world_size(group), dist.get_rank(group)
 
     def exchange(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> Wait:
-        """See :class:`Level`."""
+        """See :class:`ExchangeLevel`."""
         return exchange(rows, self._group, out)
 
     def all_gather(self, rows: torch.Tensor) -> Wait:
-        """See :class:`Level`."""
+        """See :class:`ExchangeLevel`."""
         return all_gather(rows, self._group)
 
 
@@ -75,8 +75,8 @@ def padded_size(numel: int, num_ranks: int, codec: BlockCodec | None) -> int:
 
 def sum_over_hosts(
     flat: torch.Tensor,
-    inside: Level,
-    across: Level,
+    inside: ExchangeLevel,
+    across: ExchangeLevel,
     codec: BlockCodec | None,
     *,
     errors: torch.Tensor | None = None,
@@ -111,8 +111,8 @@ def sum_over_hosts(
 
 def _sum_piece(
     flat: torch.Tensor,
-    inside: Level,
-    across: Level,
+    inside: ExchangeLevel,
+    across: ExchangeLevel,
     codec: BlockCodec | None,
     errors: torch.Tensor | None,
     received: torch.Tensor,

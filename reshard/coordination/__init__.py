@@ -3,12 +3,12 @@
 Imports :mod:`reshard.runtime` and the packages below it.
 """
 
-from reshard.coordination.channel import MAX_CACHED, NCCL_ROOT_CAUSE_SECONDS, Channel, find_channel
+from reshard.coordination.call_group import MAX_CACHED, NCCL_ROOT_CAUSE_GRACE_SECONDS, CallGroup, find_call_group
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve, resolve_partial
 from reshard.coordination.groups.addresses import own_address
 from reshard.coordination.groups.calling_threads import Owner
 from reshard.coordination.groups.joining import join
-from reshard.coordination.groups.messages import Decision, Request, TensorRequest, describe_error, rebuild_error
+from reshard.coordination.groups.messages import Decision, RoundRequest, TensorRequest, describe_error, rebuild_error
 from reshard.coordination.groups.process_group import Group, check_inside, find_group, known_groups, serve_store
 from reshard.coordination.json_collectives import all_gather_json
 from reshard.coordination.liveness.call_sequence import (
@@ -33,13 +33,13 @@ from reshard.coordination.topology_discovery import topology_of_names, warn_of_h
 
 __all__ = [
     "MAX_CACHED",
-    "NCCL_ROOT_CAUSE_SECONDS",
-    "Channel",
+    "NCCL_ROOT_CAUSE_GRACE_SECONDS",
+    "CallGroup",
     "Decision",
     "Group",
     "Monitor",
     "Owner",
-    "Request",
+    "RoundRequest",
     "TensorRequest",
     "all_gather_json",
     "calling",
@@ -47,7 +47,7 @@ __all__ = [
     "count_call",
     "describe_error",
     "explain_lost_store",
-    "find_channel",
+    "find_call_group",
     "find_group",
     "gather_reports",
     "has_ended",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from reshard.coordination.groups.messages import (
     Decision,
-    Request,
+    RoundRequest,
     TensorRequest,
     describe_error,
     name_rank,
@@ -23,7 +23,7 @@ from reshard.topology import topology_to_json
 MAX_VALUE_TEXT = 240
 
 
-def resolve(requests: Sequence[Request], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]]) -> Decision:
+def resolve(requests: Sequence[RoundRequest], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]]) -> Decision:
     """The decision that follows from the requests of all members; the same whichever rank computes it.
 
     Args:
@@ -60,13 +60,13 @@ def resolve(requests: Sequence[Request], layouts: Mapping[str, tuple[AnyLayout, 
 
 
 def resolve_partial(
-    requests: Sequence[Request], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]], members: Sequence[int]
+    requests: Sequence[RoundRequest], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]], members: Sequence[int]
 ) -> Decision:
     """Like :func:`resolve`, but members without a request are lost."""
     return replace(resolve(requests, layouts), lost=sorted(set(members) - {request.rank for request in requests}))
 
 
-def gather_reports(requests: Sequence[Request], members: Sequence[int], dead: Collection[int]) -> Decision:
+def gather_reports(requests: Sequence[RoundRequest], members: Sequence[int], dead: Collection[int]) -> Decision:
     """A decision with the payload of each rank, and the lost ranks.
 
     A rank is lost if it sent no request. If a rank is missing or failed, ranks that died after their request are lost
@@ -85,7 +85,7 @@ def gather_reports(requests: Sequence[Request], members: Sequence[int], dead: Co
     return Decision(generation=max(request.generation for request in requests), lost=lost, payloads=reports)
 
 
-def _raise_local_errors(requests: Sequence[Request]) -> None:
+def _raise_local_errors(requests: Sequence[RoundRequest]) -> None:
     failed = [request for request in requests if request.error is not None]
     if failed:
         name, text = failed[0].error or ("", "")
@@ -93,7 +93,7 @@ def _raise_local_errors(requests: Sequence[Request]) -> None:
         raise rebuild_error(name, text if everywhere else name_rank(failed[0].rank, text))
 
 
-def _raise_disagreements(requests: Sequence[Request]) -> None:
+def _raise_disagreements(requests: Sequence[RoundRequest]) -> None:
     arguments = {request.rank: request.arguments for request in requests}
     for entries in zip(*arguments.values(), strict=False):
         values = dict(zip(arguments, entries, strict=True))
@@ -128,7 +128,7 @@ def _cut(text: str, start: int) -> str:
     return f"{'...' * (start > 0)}{text[start:stop]}{'...' * (stop < len(text))}"
 
 
-def _resolve_device_type(requests: Sequence[Request]) -> str:
+def _resolve_device_type(requests: Sequence[RoundRequest]) -> str:
     """The device type of all tensors; the CPU if there are none."""
     first: dict[str, str] = {}
     for request in requests:

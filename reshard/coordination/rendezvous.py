@@ -28,7 +28,7 @@ from typing import Any
 
 from reshard.coordination.control_channel import DeadlineError, Hub, Spoke
 from reshard.coordination.groups.joining import check_claims
-from reshard.coordination.groups.messages import Decision, RankStatus, Request, describe_error, parse_error
+from reshard.coordination.groups.messages import Decision, RankStatus, RoundRequest, describe_error, parse_error
 from reshard.coordination.groups.process_group import RESUME_SECONDS, Group
 from reshard.coordination.groups.store import LOST_STORE_SECONDS, ForeignValueError, Store, StoreSilentError
 from reshard.coordination.links import Links
@@ -69,7 +69,7 @@ from reshard.formatting import format_ranks
 from reshard.runtime.transport.descriptors import check_descriptors, is_descriptor_shortage, out_of_descriptors
 
 #: Interval at which a waiting rank publishes what it waits for and reads the status of absent ranks.
-CHECK_SECONDS = 0.2
+RENDEZVOUS_CHECK_INTERVAL_SECONDS = 0.2
 #: How long a rank waits for the first member's answer after its own deadline. Fault-tolerant calls wait less, because
 #: they can continue without the first member.
 ANSWER_SECONDS, FAULT_TOLERANT_ANSWER_SECONDS = 1.5, 1.0
@@ -81,8 +81,8 @@ PROBE_AGE_SECONDS = 1.5
 class _RoundArgs:
     """Arguments of one rank for a round; see :meth:`Rendezvous.hold`."""
 
-    request: Request
-    decide: Callable[[list[Request]], Decision]
+    request: RoundRequest
+    decide: Callable[[list[RoundRequest]], Decision]
     timeout_seconds: float
     fault_tolerant: bool
     deadline: float
@@ -114,8 +114,8 @@ class Rendezvous:
 
     def hold(
         self,
-        request: Request,
-        decide: Callable[[list[Request]], Decision],
+        request: RoundRequest,
+        decide: Callable[[list[RoundRequest]], Decision],
         timeout_seconds: float,
         fault_tolerant: bool,
     ) -> Decision:
@@ -173,7 +173,7 @@ class Rendezvous:
             self.group.abandoned_call = True  # the ranks that read the error set this too
             raise
 
-    def _abandon(self, request: Request, why: str) -> None:
+    def _abandon(self, request: RoundRequest, why: str) -> None:
         """Leave a round in which the other members wait or will wait."""
         mark_out_of_sync(self.group, self.members, why)
         if self.links.spoke is not None:
@@ -264,7 +264,7 @@ class Rendezvous:
         while True:
             hub.drain()  # a rank may have withdrawn or timed out
             lost = self.group.lost if args.fault_tolerant else ()
-            received = {rank: Request.from_json(hub.pending[rank][1]) for rank in hub.pending if rank not in lost}
+            received = {rank: RoundRequest.from_json(hub.pending[rank][1]) for rank in hub.pending if rank not in lost}
             received[args.request.rank] = args.request
             requests = [received[rank] for rank in self.members if rank in received]
             decision = find_lagging(requests, self.members) or find_round_mismatch(requests) or args.decide(requests)
@@ -420,7 +420,7 @@ class Rendezvous:
                 if is_done():
                     return
                 raise DeadlineError
-            if now - last_check >= CHECK_SECONDS:
+            if now - last_check >= RENDEZVOUS_CHECK_INTERVAL_SECONDS:
                 last_check = now
                 self._publish_waiting({"members": list(self.members), "attempt": args.request.attempt})
                 try:
@@ -431,7 +431,11 @@ class Rendezvous:
                     if args.fault_tolerant:
                         deadline = max(deadline, time.monotonic() + RESUME_SECONDS)
             step = max(0.0005, 0.1 * (now - start)) if pump is time.sleep else 1.0
-            seconds = min(CHECK_SECONDS, step, deadline - now if now < deadline else CHECK_SECONDS)
+            seconds = min(
+                RENDEZVOUS_CHECK_INTERVAL_SECONDS,
+                step,
+                deadline - now if now < deadline else RENDEZVOUS_CHECK_INTERVAL_SECONDS,
+            )
             late_seconds += seconds if now >= deadline else 0.0
             begun_at = time.monotonic()
             pump(seconds)
@@ -478,7 +482,7 @@ class Rendezvous:
     def _has_ended(self, rank: int, silent_seconds: float) -> bool:
         """Whether the process of a rank without an open connection, and with an old heartbeat, has ended."""
         if silent_seconds < PROBE_AGE_SECONDS or any(
-            channel.rendezvous.links.reaches(rank) for channel in list(self.group.channels.values())
+            call_group.rendezvous.links.reaches(rank) for call_group in list(self.group.call_groups.values())
         ):
             return False
         return has_ended(self.group.store, rank)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from reshard.codecs import measure_rates, parse_codec
-from reshard.coordination.channel import find_channel
+from reshard.coordination.call_group import find_call_group
 from reshard.coordination.decide import resolve
-from reshard.coordination.groups.messages import Decision, Request, describe_error
+from reshard.coordination.groups.messages import Decision, RoundRequest, describe_error
 from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness.call_sequence import calling, publish_interruption
 from reshard.errors import ArgumentError
@@ -57,13 +57,13 @@ def find_topology(
     except ArgumentError as error:
         failure, seconds = describe_error(error), DEFAULT_TIMEOUT_SECONDS
     arguments = [("what to do", "find_topology"), ("codecs", ", ".join(codec.name for codec in parsed))]
-    request = Request(resolved.rank, arguments, hostname=resolved.hostname, error=failure, payload=[])
+    request = RoundRequest(resolved.rank, arguments, hostname=resolved.hostname, error=failure, payload=[])
     with publish_interruption(resolved, lambda: members), calling(resolved):
-        channel = find_channel(resolved, members)
-        _, decision = channel.agree(request, _resolve, seconds)
+        call_group = find_call_group(resolved, members)
+        _, decision = call_group.agree(request, _resolve, seconds)
         if parsed:  # after the first agreement, all ranks measure at the same time
             rates = [measure_rates(codec) for codec in parsed]
-            _, decision = channel.agree(replace(request, payload=rates), _resolve, seconds)
+            _, decision = call_group.agree(replace(request, payload=rates), _resolve, seconds)
     topology = topology_of_names(decision.hostnames, resolved.size)
     slowest = np.array(list(decision.payloads.values())).reshape(resolved.size, -1, 2).min(axis=0).tolist()
     return replace(
@@ -71,7 +71,7 @@ def find_topology(
     )
 
 
-def _resolve(requests: list[Request]) -> Decision:
+def _resolve(requests: list[RoundRequest]) -> Decision:
     return replace(resolve(requests, {}), payloads={request.rank: request.payload for request in requests})
 
 

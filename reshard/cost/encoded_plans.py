@@ -42,8 +42,8 @@ def encoded_makespan(
         np.array([0.0 if item is None else 1 / getattr(item, f"{what}_bytes_per_second") for item in rates])
         for what in ("encode", "decode")
     )
-    encoders = _Rows.of(plan, messages, "src", messages.source < 0, encode)
-    decoders = _Rows.of(plan, messages, "dst", np.ones(len(messages), dtype=bool), decode)
+    encoders = _EncodedRuns.of(plan, messages, "src", messages.source < 0, encode)
+    decoders = _EncodedRuns.of(plan, messages, "dst", np.ones(len(messages), dtype=bool), decode)
     encoded = np.zeros(len(messages))
     encoded[encoders.message] = encoders.finish(np.arange(len(encoders.seconds)))[encoders.of_message]
     if encodes_first:
@@ -59,7 +59,7 @@ def encoded_makespan(
     return max(float(decoded.max(initial=0.0)), timeline.makespan_seconds + late)
 
 
-class _Rows:
+class _EncodedRuns:
     """The runs of rows that ranks encode on one side, in the plan's order.
 
     Attributes:
@@ -73,7 +73,7 @@ class _Rows:
     @classmethod
     def of(
         cls, plan: Plan, messages: MessageTable, side: str, chosen: np.ndarray, seconds_per_byte: np.ndarray
-    ) -> _Rows:
+    ) -> _EncodedRuns:
         """The runs of the chosen messages. Their seconds are scaled so that no row is encoded twice.
 
         Args:

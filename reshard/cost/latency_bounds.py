@@ -18,8 +18,8 @@ from reshard.cost.lower_bound import (
     min_egress_seconds,
     min_largest_share,
 )
-from reshard.plan import Plan, Rates, RotationLoads, RotationPlan, used_nics
-from reshard.topology import Port, Topology
+from reshard.plan import HostRates, Plan, RotationLoads, RotationPlan, used_nics
+from reshard.topology import Link, Topology
 
 #: Weights of senders against receivers that are tried; each gives a valid bound.
 _MAX_WEIGHTS = 256
@@ -90,16 +90,16 @@ class _Problem:
         num_nics: the number of these NICs.
         overhead_bytes: bytes that the slowest of these NICs could send during one latency.
         latency: latency between hosts, in seconds.
-        pod_ports: the uplinks of pods.
+        uplinks: the uplinks of pods.
     """
 
     demand: Demand
     pods: Demand | None
-    rates: Mapping[int, Rates]
+    rates: Mapping[int, HostRates]
     num_nics: Mapping[int, int]
     overhead_bytes: Mapping[int, float]
     latency: float
-    pod_ports: Sequence[Port]
+    uplinks: Sequence[Link]
 
     @classmethod
     def of(cls, plan: Plan, demand: Demand) -> _Problem:
@@ -108,7 +108,7 @@ class _Problem:
         return cls(
             demand,
             find_demand(plan.tensors, _pod_of(topology)) if topology.pods else None,
-            {host: Rates.of(host_nics) for host, host_nics in nics.items()},
+            {host: HostRates.of(host_nics) for host, host_nics in nics.items()},
             {host: len(host_nics) for host, host_nics in nics.items()},
             {
                 host: topology.latency_seconds * min(nic.egress_bytes_per_second for nic in host_nics)
@@ -127,7 +127,7 @@ class _Problem:
         """Each port that must pass bytes passes them after the latency of its first message."""
         seconds = _arrival_or_share(_bytes_of(self.demand), self.rates)
         if self.pods is not None:
-            seconds = max(seconds, _arrival_or_share(_bytes_of(self.pods), dict(enumerate(self.pod_ports))))
+            seconds = max(seconds, _arrival_or_share(_bytes_of(self.pods), dict(enumerate(self.uplinks))))
         total = sum(nbytes * len(destinations) for (_, destinations), (nbytes, _) in self.demand.items())
         receivers = len({host for _, destinations in self.demand for host in destinations})
         work = total + receivers * min(self.overhead_bytes.values())
@@ -292,14 +292,14 @@ class _Exchange:
         return weight * self.out + (1.0 - weight) * (self.into + self.latency) + float(extra)
 
 
-def _arrival_or_share(classes: Classes, rates: Mapping[int, Port | Rates]) -> float:
+def _arrival_or_share(classes: Classes, rates: Mapping[int, Link | HostRates]) -> float:
     """Seconds of the longest arrival, or of the busiest holders if longer. Relays change neither."""
     arrives: Counter[int] = Counter()
     for (_, destinations), nbytes in classes.items():
         for place in destinations:
             arrives[place] += nbytes
     longest = max((total / rates[place].ingress_bytes_per_second for place, total in arrives.items()), default=0.0)
-    return max(longest, _share(classes, {place: port.egress_bytes_per_second for place, port in rates.items()}))
+    return max(longest, _share(classes, {place: link.egress_bytes_per_second for place, link in rates.items()}))
 
 
 def _share(classes: Mapping[tuple[tuple[int, ...], tuple[int, ...]], float], egress: Mapping[int, float]) -> float:

@@ -12,10 +12,10 @@ from reshard.cost.inside_lower_bound import bound_inside
 from reshard.cost.pod_lower_bound import bound_in_pods
 from reshard.errors import ArgumentError
 from reshard.formatting import format_bytes, format_rate
-from reshard.plan import Plan, Rates, RotationPlan, used_nics
+from reshard.plan import HostRates, Plan, RotationPlan, used_nics
 from reshard.ragged import NO_RANK
 from reshard.sharding import TensorSpec
-from reshard.topology import Port, Topology
+from reshard.topology import Link, Topology
 
 HostSet = tuple[int, ...]
 #: Bytes of regions by ``(holders, destinations)``: the places that hold a region, and the other places that need it.
@@ -85,7 +85,7 @@ def find_bound(problem: Plan | Sequence[TensorSpec], topology: Topology | None =
 
 def _find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
     used = used_nics(tensors, topology)
-    hosts = {host: Rates.of(nics) for host, nics in used.items()}
+    hosts = {host: HostRates.of(nics) for host, nics in used.items()}
     of_hosts = _classes(tensors, topology.host_of_rank.__getitem__)
     partly = {host for host, nics in used.items() if len(nics) < len(topology.host(host).nics)}
     bound = _bound_of_places(of_hosts, hosts.__getitem__, "host", partly)
@@ -119,7 +119,7 @@ def _bound_of_rotation(plan: RotationPlan) -> Bound:
 
 
 def _format_busy_links(
-    seconds: float, busy: Sequence[tuple[str, int]], hosts: Mapping[int, Rates], pods: Sequence[Port]
+    seconds: float, busy: Sequence[tuple[str, int]], hosts: Mapping[int, HostRates], pods: Sequence[Link]
 ) -> str:
     """For example ``what host 1 sends and what enters pod 1 is 4 MiB at least, and can be 3.75 GB/s together``."""
     words: list[str] = []
@@ -131,9 +131,10 @@ def _format_busy_links(
             rate += sum(hosts[place].egress_bytes_per_second for place in places)
         elif places:
             words.append(f"what {'leaves' if link == 'up' else 'enters'} {_format_places('pod', places)}")
-            ports = [pods[place] for place in places]
+            uplinks = [pods[place] for place in places]
             rate += sum(
-                port.egress_bytes_per_second if link == "up" else port.ingress_bytes_per_second for port in ports
+                uplink.egress_bytes_per_second if link == "up" else uplink.ingress_bytes_per_second
+                for uplink in uplinks
             )
     together = " together" if len(busy) > 1 else ""
     return f"{' and '.join(words)} is {format_bytes(seconds * rate)} at least, and can be {format_rate(rate)}{together}"
@@ -183,7 +184,7 @@ def _format_places(kind: str, places: Sequence[int]) -> str:
 
 
 def _bound_of_places(
-    classes: Classes, port_of: Callable[[int], Port | Rates], kind: str, partly: Collection[int] = ()
+    classes: Classes, link_of: Callable[[int], Link | HostRates], kind: str, partly: Collection[int] = ()
 ) -> Bound:
     """The larger of the longest arrival and the longest departure.
 
@@ -202,9 +203,9 @@ def _bound_of_places(
             arrives[place] = arrives.get(place, 0) + nbytes
     if not arrives:
         return NOTHING
-    times = {place: total / port_of(place).ingress_bytes_per_second for place, total in arrives.items()}
+    times = {place: total / link_of(place).ingress_bytes_per_second for place, total in arrives.items()}
     last = max(times, key=lambda place: (times[place], -place))
-    rate = port_of(last).ingress_bytes_per_second
+    rate = link_of(last).ingress_bytes_per_second
     arrival = Bound(
         times[last],
         f"{_format_places(kind, [last])} must receive {format_bytes(arrives[last])} and can receive {format_rate(rate)}"
@@ -213,8 +214,8 @@ def _bound_of_places(
         holds_with_relays=True,
     )
     sources = {place for holders in held for place in holders}
-    egress = {place: port_of(place).egress_bytes_per_second for place in sources | set(arrives)}
-    passes_on = all(egress[place] >= port_of(place).ingress_bytes_per_second for place in arrives)
+    egress = {place: link_of(place).egress_bytes_per_second for place in sources | set(arrives)}
+    passes_on = all(egress[place] >= link_of(place).ingress_bytes_per_second for place in arrives)
     if passes_on and sources.isdisjoint(arrives):
         seconds, places = _find_share(held, egress)
         alone = sum(total for key, total in held.items() if set(places).issuperset(key))

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from reshard.cost.merged_program import LinearProgram, solve
-from reshard.plan import Rates
-from reshard.topology import Port
+from reshard.plan import HostRates
+from reshard.topology import Link
 
 
-class _Rows:
+class _ConstraintRows:
     """Rows of a linear program in coordinate form, and their right-hand sides."""
 
     def __init__(self) -> None:
@@ -38,9 +38,9 @@ class _Rows:
 
 def bound_in_pods(
     classes: Mapping[tuple[tuple[int, ...], tuple[int, ...]], int],
-    host_port: Mapping[int, Port | Rates],
+    host_links: Mapping[int, Link | HostRates],
     pod_of: Mapping[int, int],
-    pods: Sequence[Port],
+    pods: Sequence[Link],
 ) -> tuple[float, list[tuple[str, int]]]:
     """Seconds that no plan without relays can beat, and the links that are busy all that time.
 
@@ -59,11 +59,11 @@ def bound_in_pods(
     if not classes:
         return 0.0, []
     scale = float(max(classes.values()))
-    fastest = max(port.egress_bytes_per_second for port in (*host_port.values(), *pods))
+    fastest = max(link.egress_bytes_per_second for link in (*host_links.values(), *pods))
     program = _Program(pod_of)
     for (holders, destinations), nbytes in classes.items():
         program.add_class(holders, destinations, nbytes / scale)
-    rates = {("host", host): host_port[host].egress_bytes_per_second for host in program.leaving}
+    rates = {("host", host): host_links[host].egress_bytes_per_second for host in program.leaving}
     rates |= {("up", pod): pods[pod].egress_bytes_per_second for pod in program.up}
     rates |= {("down", pod): pods[pod].ingress_bytes_per_second for pod in program.down}
     seconds, busy = program.solve({link: rate / fastest for link, rate in rates.items()})
@@ -82,7 +82,7 @@ class _Program:
         self.leaving: dict[int, list[int]] = defaultdict(list)
         self.up: dict[int, list[int]] = defaultdict(list)
         self.down: dict[int, list[int]] = defaultdict(list)
-        self._equal, self._least = _Rows(), _Rows()
+        self._equal, self._least = _ConstraintRows(), _ConstraintRows()
 
     def add_class(self, holders: Sequence[int], destinations: Sequence[int], nbytes: float) -> None:
         """Add the variables of a class, and the rows that make it reach its destinations."""

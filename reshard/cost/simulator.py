@@ -159,8 +159,8 @@ def _find_ahead(window: np.ndarray) -> np.ndarray:
     return np.array([recvs_ahead(w) for w in range(max_window + 1)], dtype=np.int64)[window]
 
 
-#: Kinds of ports. ``_SHARED`` is what all ranks of a host share inside it.
-_OUT, _IN, _EGRESS, _UP, _DOWN, _INGRESS, _SHARED = _KINDS = range(7)
+#: Kinds of ports: of a rank inside its host, of a NIC, of the uplink of a pod, and what all ranks of a host share.
+_RANK_OUT, _RANK_IN, _NIC_OUT, _POD_UP, _POD_DOWN, _NIC_IN, _HOST_INSIDE = _KINDS = range(7)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,10 +194,10 @@ class _Ports:
 
         keys = np.stack(
             [
-                np.where(inside, key(_OUT, sender), key(_EGRESS, a, nic[sender])),
-                np.where(inside, key(_SHARED, a), key(_UP, pod[a])),
-                key(_DOWN, pod[b]),
-                np.where(inside, key(_IN, receiver), key(_INGRESS, b, nic[receiver])),
+                np.where(inside, key(_RANK_OUT, sender), key(_NIC_OUT, a, nic[sender])),
+                np.where(inside, key(_HOST_INSIDE, a), key(_POD_UP, pod[a])),
+                key(_POD_DOWN, pod[b]),
+                np.where(inside, key(_RANK_IN, receiver), key(_NIC_IN, b, nic[receiver])),
             ],
             axis=1,
         )
@@ -214,18 +214,18 @@ class _Ports:
             port_at=np.concatenate([[0], np.cumsum(passed.sum(axis=1))]),
             port=number[which.ravel()],
             rate=_rates_of(topology, kind, index, nic_number),
-            are_inside=np.isin(kind, (_OUT, _IN, _SHARED)),
+            are_inside=np.isin(kind, (_RANK_OUT, _RANK_IN, _HOST_INSIDE)),
         )
 
 
 def _rates_of(topology: Topology, kind: np.ndarray, index: np.ndarray, nic: np.ndarray) -> np.ndarray:
     """``(ports,)`` bytes per second of ports, given their kinds, their hosts or pods, and their NICs."""
     rate = np.full(len(kind), topology.inside_bytes_per_second or UNLIMITED_RATE)
-    rate[kind == _SHARED] = topology.inside_total_bytes_per_second or UNLIMITED_RATE
-    for of_nics, rates in zip((_EGRESS, _INGRESS), topology.nic_rates, strict=True):
+    rate[kind == _HOST_INSIDE] = topology.inside_total_bytes_per_second or UNLIMITED_RATE
+    for of_nics, rates in zip((_NIC_OUT, _NIC_IN), topology.nic_rates, strict=True):
         which = kind == of_nics
         rate[which] = rates[index[which] if len(rates) > 1 else 0, nic[which]]
-    for direction, of_pods in (("egress", _UP), ("ingress", _DOWN)):
+    for direction, of_pods in (("egress", _POD_UP), ("ingress", _POD_DOWN)):
         which = kind == of_pods
         pods = [getattr(pod, f"{direction}_bytes_per_second") for pod in topology.pods]
         rate[which] = np.array(pods, dtype=np.float64)[index[which]]

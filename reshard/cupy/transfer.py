@@ -23,7 +23,7 @@ from reshard.sharding import TensorSpec
 
 Array = Any
 #: How often the host looks whether all ranks have announced their plans.
-POLL_SECONDS = 0.0005
+PLAN_POLL_INTERVAL_SECONDS = 0.0005
 #: The CuPy dtypes that hold the bits of dtypes that CuPy lacks.
 UNSIGNED = {
     name: f"uint{8 * size}" for name, size in ITEMSIZE.items() if name == "bfloat16" or name.startswith("float8")
@@ -132,7 +132,7 @@ class Mover:
             self._comm.allGather(*arguments)
             end = self._stream.record()
             while not end.done:  # Ctrl-C would not end a wait in CUDA
-                time.sleep(POLL_SECONDS)
+                time.sleep(PLAN_POLL_INTERVAL_SECONDS)
             return [bytes(message_of_rank) for message_of_rank in cupy.asnumpy(every).reshape(size, len(message))]
 
     @property

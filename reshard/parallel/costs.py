@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.topology import Port, Topology
+from reshard.topology import Link, Topology
 
 from .grid.cuts import size_of
 from .products.dataflow import Dataflows, LayerProducts, busiest_elements
@@ -75,8 +75,8 @@ def find_axis_cost(topology: Topology, ranks: np.ndarray, axis: int) -> AxisCost
                 pod_received[pod or 0] += sum(n for other, n in others.items() if topology.host(other).pod != pod)
     nic_seconds = 0.0
     for (host, number), parts in received.items():
-        port = topology.host(host).nics[number]
-        nic_seconds = max(nic_seconds, parts / _slower_rate(port))
+        link = topology.host(host).nics[number]
+        nic_seconds = max(nic_seconds, parts / _slower_rate(link))
     for parts, uplink in zip(pod_received, topology.pods, strict=True):  # every pod sends as many bytes as it receives
         nic_seconds = max(nic_seconds, parts / _slower_rate(uplink))
     inside_rate = topology.inside_bytes_per_second or math.inf
@@ -84,8 +84,8 @@ def find_axis_cost(topology: Topology, ranks: np.ndarray, axis: int) -> AxisCost
     return AxisCost(nic_seconds, max_inside / inside_rate, latency, size - 1)
 
 
-def _slower_rate(port: Port) -> float:
-    return min(port.egress_bytes_per_second, port.ingress_bytes_per_second)
+def _slower_rate(link: Link) -> float:
+    return min(link.egress_bytes_per_second, link.ingress_bytes_per_second)
 
 
 class ProductSeconds(NamedTuple):

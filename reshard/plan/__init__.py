@@ -5,8 +5,8 @@ Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.model`. It 
 
 from reshard.plan.check import check_plan, check_ranks, ensure_checked
 from reshard.plan.drawing import draw_boxes, draw_plan, draw_roles, name_tensors
-from reshard.plan.drawn_hosts import MAX_BOXES, Boxes, HostBox, Traffic
-from reshard.plan.host_rates import Rates, used_nics
+from reshard.plan.drawn_hosts import MAX_BOXES, HostBox, HostBoxes, Traffic
+from reshard.plan.host_rates import HostRates, used_nics
 from reshard.plan.json import plan_to_json
 from reshard.plan.messages import (
     Message,
@@ -40,13 +40,13 @@ __all__ = [
     "MAX_BOXES",
     "MAX_RECVS_AHEAD",
     "ROTATION",
-    "Boxes",
     "HostBox",
+    "HostBoxes",
+    "HostRates",
     "Load",
     "Message",
     "MessageTable",
     "Plan",
-    "Rates",
     "RotationLoads",
     "RotationPlan",
     "Traffic",

@@ -75,7 +75,7 @@ def check_plan(plan: Plan) -> None:
     check_ranks(plan)
     boxes = MessageBoxes.of(plan)
     _check_bounds(boxes)
-    _Replay(boxes).check()
+    _PlanReplay(boxes).check()
     mark_sound(plan)
 
 
@@ -138,7 +138,7 @@ def _check_bounds(boxes: MessageBoxes) -> None:
         raise PlanError(f"the messages have {total:.0f} bytes in total; at most {_MAX_BYTES} can be checked")
 
 
-class _Replay:
+class _PlanReplay:
     """One replay of a plan. The checks of rows collect faults, and the fault in the lowest row is raised.
 
     ``_wanted`` marks the rows whose receiver needs their box. The receiver stages the boxes of all other rows.

@@ -10,7 +10,7 @@ from html import escape
 from reshard.drawing import colour_of, draw, draw_fragment, draw_keys
 from reshard.formatting import count_of, format_bytes, format_ranks, format_seconds
 from reshard.plan.drawing_frames import FLAT_LABEL, WIDTH, Frame, Placing, Point, cell_size, place_boxes
-from reshard.plan.drawn_hosts import Boxes, HostBox, Traffic
+from reshard.plan.drawn_hosts import HostBox, HostBoxes, Traffic
 from reshard.plan.model import Plan
 from reshard.plan.port_loads import describe_load, find_loads
 from reshard.plan.rotation_plan import MAX_LISTED
@@ -38,7 +38,7 @@ def draw_plan(plan: Plan) -> str:
         marked = (busiest.port,)
         needs = format_seconds(busiest.seconds)
         text = f"<b class='hot'>{describe_load(busiest)}</b>, which needs {needs}: no port is busier."
-    boxes = Boxes.of(plan)
+    boxes = HostBoxes.of(plan)
     drawn = draw_boxes(boxes, boxes.find_traffic(marked), marked)
     body = (
         f"<p><b>{escape(name_tensors(plan))}</b></p><p>{escape(plan.strategy)}: {format_bytes(across)} between hosts, "
@@ -56,7 +56,7 @@ def name_tensors(plan: Plan) -> str:
     return first if len(plan.tensors) == 1 else f"{first}, and {count_of(len(plan.tensors) - 1, 'more tensor')}"
 
 
-def draw_roles(boxes: Boxes) -> str:
+def draw_roles(boxes: HostBoxes) -> str:
     """The legend of the cells."""
     used = {role for box in boxes.all for role in box.cells}
     cells = {("device" if box.is_host else "host") for box in boxes.all}
@@ -65,7 +65,7 @@ def draw_roles(boxes: Boxes) -> str:
                       for r in _ROLES if r in used})  # fmt: skip
 
 
-def draw_boxes(boxes: Boxes, traffic: Traffic, marked: Sequence[str] = ()) -> str:
+def draw_boxes(boxes: HostBoxes, traffic: Traffic, marked: Sequence[str] = ()) -> str:
     """The SVG of hosts, pods and arrows. Ports in ``marked`` and what passes them are in another colour."""
     placing = place_boxes(boxes, traffic)
     head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {placing.height:.0f}' role='img'"
@@ -129,7 +129,7 @@ def _draw_pods(placing: Placing, marked: Sequence[str]) -> list[str]:
     return lines
 
 
-def _draw_arrow(boxes: Boxes, traffic: Traffic, placing: Placing, arrow: int) -> str:
+def _draw_arrow(boxes: HostBoxes, traffic: Traffic, placing: Placing, arrow: int) -> str:
     curve, width = placing.curves[arrow], placing.widths[arrow]
     a, b = int(traffic.sender[arrow]), int(traffic.receiver[arrow])
     colour = "var(--hot)" if traffic.is_marked[arrow] else "var(--flow)"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.plan.drawn_hosts import Boxes, HostBox, Traffic
+from reshard.plan.drawn_hosts import HostBox, HostBoxes, Traffic
 
 #: Width of a drawing in SVG units. A phone shows it at 0.75 times this size, a screen at 1.5 times.
 WIDTH = 460
@@ -59,14 +59,14 @@ class Placing:
     widths: tuple[float, ...]
 
 
-def place_boxes(boxes: Boxes, traffic: Traffic) -> Placing:
+def place_boxes(boxes: HostBoxes, traffic: Traffic) -> Placing:
     """Two columns if sources and destinations share no host; otherwise a ring."""
     if boxes.dst:
         return _place_columns(boxes, traffic)
     return _place_ring(boxes, traffic)
 
 
-def _place_columns(boxes: Boxes, traffic: Traffic) -> Placing:
+def _place_columns(boxes: HostBoxes, traffic: Traffic) -> Placing:
     is_src = np.arange(len(boxes.all)) < len(boxes.src)
     apart = traffic.sender != traffic.receiver
     same = apart & (is_src[traffic.sender] == is_src[traffic.receiver])
@@ -99,7 +99,7 @@ def _place_columns(boxes: Boxes, traffic: Traffic) -> Placing:
 
 
 def _centre_columns(
-    boxes: Boxes, frames: list[Frame], pods: list[tuple[int, Frame]], ends: Sequence[float], tall: float
+    boxes: HostBoxes, frames: list[Frame], pods: list[tuple[int, Frame]], ends: Sequence[float], tall: float
 ) -> tuple[list[Frame], list[tuple[int, Frame]]]:
     """The same frames, with the shorter column in the middle of the height."""
     down = [(tall - end) / 2 for end in ends]
@@ -153,7 +153,7 @@ def _join_columns(
     return tuple(curves), tuple(widths)
 
 
-def _place_ring(boxes: Boxes, traffic: Traffic) -> Placing:
+def _place_ring(boxes: HostBoxes, traffic: Traffic) -> Placing:
     num_boxes = len(boxes.all)
     is_small = num_boxes > 8
     width, height = (64.0, 34.0) if is_small else (88.0, 46.0)

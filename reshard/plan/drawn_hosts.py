@@ -60,7 +60,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Boxes:
+class HostBoxes:
     """The boxes of a plan.
 
     Attributes:
@@ -73,7 +73,7 @@ class Boxes:
     dst: tuple[HostBox, ...]
 
     @classmethod
-    def of(cls, plan: Plan) -> Boxes:
+    def of(cls, plan: Plan) -> HostBoxes:
         """The boxes of a plan: a box per host, unless there are more than :data:`MAX_BOXES` hosts on a side."""
         host = plan.topology.host_by_rank
         src_ranks, dst_ranks = (

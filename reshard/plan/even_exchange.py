@@ -62,7 +62,7 @@ class EvenExchange:
         groups: ``(destination tiles, hosts, ranks of a host)`` ranks that need a tile.
         src_number, dst_number: ``(hosts,)`` numbers of hosts among those of the source and of the destination.
         host_of: ``(ranks,)`` hosts.
-        port_of: ``(ranks,)`` NICs, numbered over all hosts.
+        nic_of: ``(ranks,)`` NICs, numbered over all hosts.
     """
 
     src: Shards
@@ -72,7 +72,7 @@ class EvenExchange:
     src_number: np.ndarray
     dst_number: np.ndarray
     host_of: np.ndarray
-    port_of: np.ndarray
+    nic_of: np.ndarray
 
     @classmethod
     def of(cls, spec: TensorSpec, topology: Topology) -> EvenExchange | None:
@@ -81,26 +81,26 @@ class EvenExchange:
         if not _are_even(src, dst) or topology.pods:
             return None
         host = topology.host_by_rank
-        port = host * MAX_NICS + np.array(topology.nic_of_rank, dtype=np.int64)
+        nic = host * MAX_NICS + np.array(topology.nic_of_rank, dtype=np.int64)
         holders, groups = _divide_by_host(src.ranks, host), _divide_by_host(dst.ranks, host)
         if holders is None or groups is None:
             return None
         numbers: list[np.ndarray] = []
         for ranks in (src.ranks, dst.ranks):
             hosts = np.unique(host[ranks])
-            if not _are_alike(topology, port[ranks], len(hosts)):
+            if not _are_alike(topology, nic[ranks], len(hosts)):
                 return None
             numbers.append(np.full(topology.num_hosts, -1))
             numbers[-1][hosts] = np.arange(len(hosts))
         if ((numbers[0] >= 0) & (numbers[1] >= 0)).any():
             return None
         turns = holders.transpose(0, 2, 1).reshape(len(holders), -1)
-        exchange = cls(src, dst, turns, groups, numbers[0], numbers[1], host, port)
-        num_ports = [len(ports) for ports in exchange.used_ports]
+        exchange = cls(src, dst, turns, groups, numbers[0], numbers[1], host, nic)
+        num_nics = [len(nics) for nics in exchange.used_nics]
         num_sends = exchange.num_overlaps[0] * groups.shape[1]
-        if num_sends % (turns.shape[1] if num_ports[0] > exchange.num_hosts[0] else holders.shape[1]):
+        if num_sends % (turns.shape[1] if num_nics[0] > exchange.num_hosts[0] else holders.shape[1]):
             return None
-        if num_ports[1] > exchange.num_hosts[1] and exchange.num_overlaps[1] % groups.shape[2]:
+        if num_nics[1] > exchange.num_hosts[1] and exchange.num_overlaps[1] % groups.shape[2]:
             return None
         return exchange
 
@@ -119,9 +119,9 @@ class EvenExchange:
         return math.prod(np.maximum(q // p, 1).tolist()), math.prod(np.maximum(p // q, 1).tolist())
 
     @cached_property
-    def used_ports(self) -> tuple[np.ndarray, np.ndarray]:
+    def used_nics(self) -> tuple[np.ndarray, np.ndarray]:
         """The NICs that ranks of the source and of the destination use."""
-        return np.unique(self.port_of[self.holders]), np.unique(self.port_of[self.groups])
+        return np.unique(self.nic_of[self.holders]), np.unique(self.nic_of[self.groups])
 
     @property
     def num_hosts(self) -> tuple[int, int]:
@@ -155,8 +155,8 @@ class EvenExchange:
         turn = (dst_place[:, None] * hosts + np.arange(hosts)) % turns
         receives = ((dst_block[:, None] * turns + turn) * ranks)[..., None] + np.arange(ranks)
         pairs = (self.holders, sends), (self.groups, receives)
-        first, second = ((self.port_of[on].ravel(), labels.ravel()) for on, labels in pairs)
-        return PortOrder.of(first, second, int(self.port_of.max()) + 1)
+        first, second = ((self.nic_of[on].ravel(), labels.ravel()) for on, labels in pairs)
+        return PortOrder.of(first, second, int(self.nic_of.max()) + 1)
 
     def _blocks(self, side: int) -> tuple[np.ndarray, np.ndarray]:
         """``(tiles,)`` the block of each tile of a side, and its number in the block."""
@@ -204,7 +204,7 @@ class EvenExchange:
         receiver = group[np.arange(len(which)), order[which] % group.shape[1]]
         sender = np.full(len(which), self.holders[tile, turn])
         key = self._keys(sender, receiver, np.zeros(len(which), dtype=np.int64), keys)
-        lane = self.order.lane[self.port_of[sender]]
+        lane = self.order.lane[self.nic_of[sender]]
         tiles = np.full(len(which), tile)
         return self._messages(key, np.full(len(key), -1), sender, receiver, lane, tiles, others[which])
 
@@ -223,7 +223,7 @@ class EvenExchange:
             np.where(enters, -1, self._keys(holder, entry, step - 1, keys)),
             np.where(enters, holder, group[(position + 1) % len(group)]),
             rank,
-            np.where(enters, self.order.lane[self.port_of[holder]], -1),
+            np.where(enters, self.order.lane[self.nic_of[holder]], -1),
             others,
             np.full(len(others), tile),
         )
@@ -268,7 +268,7 @@ class EvenExchange:
         holder, so messages of several lanes to one rank alternate. It passes inside its host after the messages of the
         next slot in the order, that is, while they flow.
         """
-        slot = self.order.slot(self.port_of[holder], self.port_of[entry])
+        slot = self.order.slot(self.nic_of[holder], self.nic_of[entry])
         phase = np.where(step > 0, 2 * (slot + step) + 1, 2 * slot)
         places = (phase * keys.chain + step) * self.num_places + self.place[holder]
         places = places * self.num_places + self.place[entry]
@@ -302,12 +302,12 @@ def _are_even(src: Shards, dst: Shards) -> bool:
     return True
 
 
-def _are_alike(topology: Topology, ports: np.ndarray, num_hosts: int) -> bool:
+def _are_alike(topology: Topology, nics: np.ndarray, num_hosts: int) -> bool:
     """Whether all hosts use equally many NICs of equal rates, and equally many ranks use each NIC."""
-    used, counts = np.unique(ports, return_counts=True)
+    used, counts = np.unique(nics, return_counts=True)
     per_host = np.unique(used // MAX_NICS, return_counts=True)[1]
-    nics = {topology.host(port // MAX_NICS).nics[port % MAX_NICS] for port in used.tolist()}
-    return bool((counts == counts[0]).all() and (per_host == per_host[0]).all()) and len(nics) == 1
+    kinds = {topology.host(nic // MAX_NICS).nics[nic % MAX_NICS] for nic in used.tolist()}
+    return bool((counts == counts[0]).all() and (per_host == per_host[0]).all()) and len(kinds) == 1
 
 
 def _divide_by_host(ranks: np.ndarray, host_of: np.ndarray) -> np.ndarray | None:

@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from reshard.sharding import TensorSpec
-from reshard.topology import Port, Topology
+from reshard.topology import Link, Topology
 
 
-class Rates(NamedTuple):
+class HostRates(NamedTuple):
     """The total rates of several NICs, which may be above the limit on one port."""
 
     egress_bytes_per_second: float
     ingress_bytes_per_second: float
 
     @classmethod
-    def of(cls, ports: Sequence[Port]) -> Rates:
-        """The sums of the rates of ports."""
+    def of(cls, links: Sequence[Link]) -> HostRates:
+        """The sums of the rates of links."""
         return cls(
-            sum(port.egress_bytes_per_second for port in ports), sum(port.ingress_bytes_per_second for port in ports)
+            sum(link.egress_bytes_per_second for link in links), sum(link.ingress_bytes_per_second for link in links)
         )
 
 
-def used_nics(tensors: Sequence[TensorSpec], topology: Topology) -> dict[int, list[Port]]:
+def used_nics(tensors: Sequence[TensorSpec], topology: Topology) -> dict[int, list[Link]]:
     """The NICs of each host that ranks of either layout use."""
     numbers = used_nic_numbers(tensors, topology)
     return {host: [topology.host(host).nics[number] for number in used] for host, used in numbers.items()}

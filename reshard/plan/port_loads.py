@@ -80,11 +80,11 @@ def find_loads(plan: Plan, topology: Topology | None = None) -> list[Load]:
         add(1, pod[host[receiver[apart]]], no_nic, 1, nbytes[apart])
     loads = []
     for (kind, number, nic_number, direction), amount in sorted(total.items()):
-        port = topology.pods[number] if kind else topology.host(number).nics[nic_number]
+        link = topology.pods[number] if kind else topology.host(number).nics[nic_number]
         name = f"pod {number} {('up', 'down')[direction]}" if kind else f"host {number} {('out', 'in')[direction]}"
         if not kind and len(topology.host(number).nics) > 1:
             name += f", NIC {nic_number}"
-        rate = port.ingress_bytes_per_second if direction else port.egress_bytes_per_second
+        rate = link.ingress_bytes_per_second if direction else link.egress_bytes_per_second
         loads.append(Load(name, amount, rate))
     if topology.inside_total_bytes_per_second is None:
         return loads
@@ -106,11 +106,11 @@ def _loads_of_rotation(plan: RotationPlan) -> list[Load]:
     hosts, loads = plan.loads, []
     for host, nics in sorted(used_nic_numbers(plan.tensors, plan.topology).items()):
         for nic in nics:
-            port = plan.topology.host(host).nics[nic]
+            link = plan.topology.host(host).nics[nic]
             name = f", NIC {nic}" if len(plan.topology.host(host).nics) > 1 else ""
             for direction, nbytes, rate in (
-                ("out", hosts.out[host], port.egress_bytes_per_second),
-                ("in", hosts.into[host], port.ingress_bytes_per_second),
+                ("out", hosts.out[host], link.egress_bytes_per_second),
+                ("in", hosts.into[host], link.ingress_bytes_per_second),
             ):
                 if nbytes:
                     loads.append(Load(f"host {host} {direction}{name}", round(float(nbytes) / len(nics)), rate))

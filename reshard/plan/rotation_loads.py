@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.plan.even_exchange import EvenExchange
-from reshard.plan.host_rates import Rates, used_nics
+from reshard.plan.host_rates import HostRates, used_nics
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology
 
@@ -56,16 +56,16 @@ class RotationLoads:
         egress, ingress, overhead_seconds = np.ones(count), np.ones(count), np.zeros(count)
         used = used_nics(tensors, topology)
         for host, nics in used.items():
-            egress[host], ingress[host] = Rates.of(nics)
+            egress[host], ingress[host] = HostRates.of(nics)
             slowest = min(nic.egress_bytes_per_second for nic in nics)
             overhead_seconds[host] = topology.latency_seconds * slowest / egress[host]
-        ports = [port for nics in used.values() for port in nics]
+        links = [link for nics in used.values() for link in nics]
         receiving = int(np.flatnonzero(exchanges[0].dst_number >= 0)[0])
-        limit = min(port.ingress_bytes_per_second for port in used[receiving])
+        limit = min(link.ingress_bytes_per_second for link in used[receiving])
         passes = np.ones(count)
         for host, nics in used.items():
-            passes[host] = sum(min(port.egress_bytes_per_second, limit) for port in nics)
-        overhead_bytes = topology.latency_seconds * min(port.egress_bytes_per_second for port in ports)
+            passes[host] = sum(min(link.egress_bytes_per_second, limit) for link in nics)
+        overhead_bytes = topology.latency_seconds * min(link.egress_bytes_per_second for link in links)
         entries = 0.0
         for spec, exchange in zip(tensors, exchanges, strict=True):
             nbytes, (_, copies, ranks) = math.prod(spec.shape) * spec.itemsize, exchange.groups.shape

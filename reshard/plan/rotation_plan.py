@@ -230,8 +230,8 @@ class RotationPlan(Plan):
         Returns:
             ``(later, earlier)``: the positions of messages, without repetition.
         """
-        port, across = self.exchanges[0].port_of, np.flatnonzero(lane >= 0)
-        leaves, enters, lane = port[sender[across]], port[receiver[across]], lane[across]
+        nic, across = self.exchanges[0].nic_of, np.flatnonzero(lane >= 0)
+        leaves, enters, lane = nic[sender[across]], nic[receiver[across]], lane[across]
         pairs = []
         for line in (leaves, enters * (lane.max(initial=0) + 1) + lane):
             order = np.argsort(line, kind="stable")
@@ -249,14 +249,14 @@ class RotationPlan(Plan):
         They are in the order of each of its ports, or in the order of each lane of it, one after the other.
         """
         exchange = self.exchanges[0]
-        host, port = exchange.host_of, exchange.port_of
+        host, nic = exchange.host_of, exchange.nic_of
         own = [part for other in np.flatnonzero(host == host[rank]).tolist() for part in self.own_messages(other)]
         columns = [
             np.concatenate([getattr(part, name) for part in own]) for name in ("key", "sender", "receiver", "lane")
         ]
         key, sender, receiver, lane = (column[columns[3] >= 0] for column in columns)
         is_sent = exchange.src_number[host[rank]] >= 0
-        line = port[sender] if is_sent else port[receiver] * (lane.max(initial=0) + 1) + lane
+        line = nic[sender] if is_sent else nic[receiver] * (lane.max(initial=0) + 1) + lane
         order = np.lexsort((key, line))
         return HostMessages(key[order], sender[order], receiver[order], line[order], bool(is_sent))
 
@@ -282,7 +282,7 @@ def _find_exchanges(tensors: Sequence[TensorSpec], topology: Topology) -> tuple[
             return None
         exchanges.append(exchange)
         for side in (0, 1):
-            if not np.array_equal(exchange.used_ports[side], exchanges[0].used_ports[side]):
+            if not np.array_equal(exchange.used_nics[side], exchanges[0].used_nics[side]):
                 return None
     return tuple(exchanges)
 
@@ -294,9 +294,9 @@ def _nbytes(spec: TensorSpec) -> int:
 def _is_balanced(exchange: EvenExchange, topology: Topology) -> bool:
     """Whether no port of a sender is busier than the busiest port must be."""
     copies = exchange.groups.shape[1]
-    senders, receivers = exchange.used_ports
+    senders, receivers = exchange.used_nics
     first, last = (
-        topology.host(int(ports[0]) // MAX_NICS).nics[int(ports[0]) % MAX_NICS] for ports in (senders, receivers)
+        topology.host(int(nics[0]) // MAX_NICS).nics[int(nics[0]) % MAX_NICS] for nics in (senders, receivers)
     )
     held = 1 / len(senders) / first.egress_bytes_per_second
     must = max(copies / len(receivers) / last.ingress_bytes_per_second, held)

@@ -21,11 +21,11 @@ from reshard.planner.multicast.strategy import (
     multicast_from_partners,
     multicast_in_parts,
     multicast_near,
-    ports_of,
+    nics_of,
     schedule_chunks,
     without_slow_holders,
 )
-from reshard.planner.multicast.workload import Workload
+from reshard.planner.multicast.workload import ChunkWorkload
 from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.branch_and_bound import SEARCH_STEPS, search_briefly, search_work
 from reshard.planner.strategies.chunking import routes_to_transfers
@@ -273,10 +273,10 @@ class _Choice:
     @cached_property
     def rotated(self) -> Transfers | None:
         """Multicast in closed form; None if chunks must be scheduled."""
-        return rotate_hosts(self.problem, self.floors.host_classes, ports_of(self.problem))
+        return rotate_hosts(self.problem, self.floors.host_classes, nics_of(self.problem))
 
     @cached_property
-    def prepared(self) -> tuple[Workload, Pieces]:
+    def prepared(self) -> tuple[ChunkWorkload, Pieces]:
         """The workload of multicast and its pieces."""
         return make_workload(self.problem, self.floors.host_classes)
 
@@ -337,6 +337,6 @@ def _are_equal(one: Transfers, other: Transfers) -> bool:
 
 
 def _has_one_rate(topology: Topology) -> bool:
-    ports = (*(nic for host in topology.hosts for nic in host.nics), *topology.pods)
-    rates = {rate for port in ports for rate in (port.egress_bytes_per_second, port.ingress_bytes_per_second)}
+    links = (*(nic for host in topology.hosts for nic in host.nics), *topology.pods)
+    rates = {rate for link in links for rate in (link.egress_bytes_per_second, link.ingress_bytes_per_second)}
     return len(rates) == 1 and len({len(host.nics) for host in topology.hosts}) == 1

@@ -50,10 +50,10 @@ class Floors:
         problem, topology = self.problem, self.problem.topology
         if problem.holders.shape[1] > 1:
             return self.of_all
-        num_hosts, port = topology.num_hosts, topology.host_by_rank * MAX_NICS + topology.nic_by_rank
+        num_hosts, nic = topology.num_hosts, topology.host_by_rank * MAX_NICS + topology.nic_by_rank
         sent, received, pairs = (np.zeros(num_hosts * MAX_NICS) for _ in range(3))  # small regions may share a message
         receivers = np.ascontiguousarray(problem.receivers)
-        arrays = np.ascontiguousarray(problem.holders[:, 0]), receivers, problem.nbytes, topology.host_by_rank, port
+        arrays = np.ascontiguousarray(problem.holders[:, 0]), receivers, problem.nbytes, topology.host_by_rank, nic
         _native.add_direct_loads(*arrays, sent, received, pairs)
         seconds = 0.0
         for passed, rates, extra in ((sent, topology.nic_rates[0], pairs), (received, topology.nic_rates[1], 0.0)):
@@ -264,8 +264,8 @@ def floor_of_messages(
         x, y, part = a[crosses] * MAX_NICS, b[crosses] * MAX_NICS, nbytes[crosses]
         x, y = x + nic[sender[crosses]], y + nic[receiver[crosses]]
         sent, held, received = (
-            np.bincount(port, weights=amount, minlength=topology.num_hosts * MAX_NICS).reshape(-1, MAX_NICS)
-            for port, amount in ((x, part), (x, count[crosses]), (y, part))
+            np.bincount(nic, weights=amount, minlength=topology.num_hosts * MAX_NICS).reshape(-1, MAX_NICS)
+            for nic, amount in ((x, part), (x, count[crosses]), (y, part))
         )
         busy = sent / egress[: len(sent)] + held * latency
         seconds += [float(busy.max()), float((received / ingress[: len(received)]).max()) + latency]
@@ -274,8 +274,8 @@ def floor_of_messages(
             p, q = pod[a[crosses]], pod[b[crosses]]
             apart = p != q
             for pods, rates in (
-                (p, [port.egress_bytes_per_second for port in topology.pods]),
-                (q, [port.ingress_bytes_per_second for port in topology.pods]),
+                (p, [pod.egress_bytes_per_second for pod in topology.pods]),
+                (q, [pod.ingress_bytes_per_second for pod in topology.pods]),
             ):
                 passed = np.bincount(pods[apart], weights=part[apart], minlength=len(rates)) / np.array(rates)
                 seconds.append(float(passed.max()) + latency * bool(apart.any()))
@@ -292,5 +292,5 @@ def floor_of_messages(
 
 
 def _rates_of_ports(topology: Topology) -> list[float]:
-    ports = [*(nic for host in topology.hosts for nic in host.nics), *topology.pods]
-    return [rate for port in ports for rate in (port.egress_bytes_per_second, port.ingress_bytes_per_second)]
+    links = [*(nic for host in topology.hosts for nic in host.nics), *topology.pods]
+    return [rate for link in links for rate in (link.egress_bytes_per_second, link.ingress_bytes_per_second)]

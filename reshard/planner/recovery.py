@@ -30,7 +30,7 @@ class RankProgress:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MissingBox:
     """A box of one tensor, in global indices, and the ranks that need it but lack it."""
 
     tensor: int
@@ -39,14 +39,14 @@ class Piece:
     missing: frozenset[int] = frozenset()
 
 
-def whole_tensors(plan: Plan) -> list[Piece]:
+def whole_tensors(plan: Plan) -> list[MissingBox]:
     """One piece per tensor of a plan. Each piece covers its whole tensor."""
-    return [Piece(i, (0,) * spec.ndim, spec.shape) for i, spec in enumerate(plan.tensors)]
+    return [MissingBox(i, (0,) * spec.ndim, spec.shape) for i, spec in enumerate(plan.tensors)]
 
 
 def find_missing(
-    plan: Plan, pieces: Sequence[Piece], arrived: Mapping[int, RankProgress], ranks: Iterable[int]
-) -> list[Piece]:
+    plan: Plan, pieces: Sequence[MissingBox], arrived: Mapping[int, RankProgress], ranks: Iterable[int]
+) -> list[MissingBox]:
     """Find the pieces that an interrupted plan has not delivered to ``ranks``.
 
     Args:
@@ -76,12 +76,12 @@ def find_missing(
             if is_needed:
                 missing.setdefault(box, set()).add(rank)
                 order_of[box] = min(order, order_of.get(box, order))
-    pieces_left: list[Piece] = []
+    pieces_left: list[MissingBox] = []
     last_region: tuple[int, int] | None = None
     for box in sorted(missing, key=order_of.__getitem__):
         tensor, start, stop = box
         origin = pieces[tensor]
-        piece = Piece(
+        piece = MissingBox(
             origin.tensor,
             tuple(a + b for a, b in zip(origin.start, start, strict=True)),
             tuple(a + b for a, b in zip(origin.start, stop, strict=True)),
@@ -98,8 +98,8 @@ def find_missing(
 
 
 def plan_remainder(
-    pieces: Sequence[Piece], plan: Plan, ranks: Iterable[int], lost: Iterable[int], strategy: str | None = None
-) -> tuple[Plan, list[Piece]]:
+    pieces: Sequence[MissingBox], plan: Plan, ranks: Iterable[int], lost: Iterable[int], strategy: str | None = None
+) -> tuple[Plan, list[MissingBox]]:
     """Plan how surviving ranks send each piece to the ranks that miss it. The plan has one tensor per piece.
 
     Args:
@@ -148,7 +148,7 @@ def plan_remainder(
 
 def view_pieces(
     remainder: Plan,
-    pieces: Sequence[Piece],
+    pieces: Sequence[MissingBox],
     plan: Plan,
     rank: int,
     src: Sequence[torch.Tensor | None],
@@ -202,7 +202,7 @@ def _needed(plan: Plan, rank: int, boxes: Sequence[tuple[int, tuple[int, ...], t
     return needed
 
 
-def _join(first: Piece, second: Piece) -> Piece | None:
+def _join(first: MissingBox, second: MissingBox) -> MissingBox | None:
     """The union of two pieces if it is one box and the same ranks miss both pieces; otherwise None."""
     if (first.tensor, first.missing) != (second.tensor, second.missing):
         return None
@@ -214,7 +214,7 @@ def _join(first: Piece, second: Piece) -> Piece | None:
     return replace(first, stop=second.stop)
 
 
-def _by_tensor(pieces: Sequence[Piece]) -> dict[int, list[int]]:
+def _by_tensor(pieces: Sequence[MissingBox]) -> dict[int, list[int]]:
     """Indices of pieces, by tensor."""
     by_tensor: dict[int, list[int]] = {}
     for number, piece in enumerate(pieces):
@@ -222,7 +222,7 @@ def _by_tensor(pieces: Sequence[Piece]) -> dict[int, list[int]]:
     return by_tensor
 
 
-def _ends(pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
+def _ends(pieces: Sequence[MissingBox]) -> tuple[np.ndarray, np.ndarray]:
     """Starts and stops of pieces, each ``(pieces, ndim)``. There is at least one piece, and all are of one tensor."""
     shape = len(pieces), len(pieces[0].start)
     start, stop = ([getattr(piece, name) for piece in pieces] for name in ("start", "stop"))
@@ -230,7 +230,7 @@ def _ends(pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _find_holders(
-    cut: Sequence[Piece], plan: Plan, survivors: Sequence[int], missing: Sequence[Piece]
+    cut: Sequence[MissingBox], plan: Plan, survivors: Sequence[int], missing: Sequence[MissingBox]
 ) -> list[list[int]]:
     """For each piece, the ranks that hold all of it: in the source shard, or in a destination shard that has it all."""
     holders: list[list[int]] = [[] for _ in cut]
@@ -250,14 +250,14 @@ def _find_holders(
     return holders
 
 
-def _overlap(a: Piece, b: Piece) -> bool:
+def _overlap(a: MissingBox, b: MissingBox) -> bool:
     """Whether two pieces share an element."""
     return a.tensor == b.tensor and all(
         max(a.start[d], b.start[d]) < min(a.stop[d], b.stop[d]) for d in range(len(a.start))
     )
 
 
-def _cut(piece: Piece, missing: Sequence[Piece]) -> list[Piece]:
+def _cut(piece: MissingBox, missing: Sequence[MissingBox]) -> list[MissingBox]:
     """Cut a piece in two where a missing piece starts or stops inside it. Without such a place, return it whole."""
     for other in missing:
         if _overlap(piece, other):
@@ -270,17 +270,17 @@ def _cut(piece: Piece, missing: Sequence[Piece]) -> list[Piece]:
     return [piece]
 
 
-def _region(piece: Piece) -> str:
+def _region(piece: MissingBox) -> str:
     return format_box([*zip(piece.start, piece.stop, strict=True)])
 
 
-def _name(piece: Piece, plan: Plan) -> str:
+def _name(piece: MissingBox, plan: Plan) -> str:
     name, codec = plan.tensors[piece.tensor].name, plan.tensors[piece.tensor].codec
     blocks = "" if codec is None else f" in blocks of {codec.values} values"
     return f"{f'{name!r} ' if name else ''}{_region(piece)}{blocks}"
 
 
-def _format_loss(unheld: Sequence[Piece], plan: Plan, lost: Iterable[int]) -> str:
+def _format_loss(unheld: Sequence[MissingBox], plan: Plan, lost: Iterable[int]) -> str:
     ranks = sorted(lost)
     regions = ", ".join(_name(piece, plan) for piece in unheld[:_MAX_NAMED])
     num_more = len(unheld) - _MAX_NAMED

@@ -16,7 +16,7 @@ from reshard.ray.worker import StoreServer
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
 #: After the first error of an actor, how long the driver waits for the results of the others.
-GRACE_SECONDS = 10.0
+ACTOR_GRACE_SECONDS = 10.0
 
 #: Held while calls are submitted, so that all actors receive them in the same order.
 order_lock = threading.RLock()
@@ -95,7 +95,7 @@ class PendingCalls:
             if answers[i][0] in ("error", "possible_consequence") or (
                 answers[i][0] == "dead" and not self._fault_tolerant
             ):
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                deadline = min(deadline, time.monotonic() + ACTOR_GRACE_SECONDS)
         for mesh, rank, *_ in (self._calls[i] for i in lost):
             mesh._dead.setdefault(rank, "it did not respond, and the other actors excluded it")
         if deaths and not (self._fault_tolerant and len(deaths) < len(self._calls)):

@@ -12,7 +12,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.formatting import brief, compare_names
 from reshard.ray.actor_mesh import ActorMesh, ShardedArray, join_meshes
-from reshard.ray.driver import GRACE_SECONDS, ActorCall, PendingCalls, check_open, order_lock, store_address
+from reshard.ray.driver import ACTOR_GRACE_SECONDS, ActorCall, PendingCalls, check_open, order_lock, store_address
 from reshard.ray.worker import ShardRef, replace_each
 from reshard.sharding import Layout
 from reshard.timeouts import check_timeout
@@ -79,7 +79,7 @@ def reshard(
     }
     with order_lock:
         pending = _start_moves(arrays, results, src_mesh, dst_mesh, (specs_by_name, given, bases, outs))
-    pending.take((6 if is_fault_tolerant(given) else 2) * timeout_seconds + GRACE_SECONDS)
+    pending.take((6 if is_fault_tolerant(given) else 2) * timeout_seconds + ACTOR_GRACE_SECONDS)
     for result in results.values():
         result.lost = frozenset(dst_mesh.dead)
     return results if isinstance(array, Mapping) else results[None]
@@ -216,4 +216,4 @@ def run(
                 membership = (world, address, port, len(calls), size)
                 calls.append((mesh, rank, "run", (membership, function, args, timeout_seconds, backend)))
         pending = PendingCalls(calls, meshes, None)
-    return pending.take(timeout_seconds + GRACE_SECONDS)
+    return pending.take(timeout_seconds + ACTOR_GRACE_SECONDS)

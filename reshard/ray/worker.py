@@ -37,7 +37,7 @@ from reshard.sharding import AnyLayout, cut_shards
 from reshard.testing.processes import join_world
 
 Packed = tuple[str, tuple[int, ...], np.ndarray]
-CONNECT_SECONDS = 60.0
+RAY_CONNECT_TIMEOUT_SECONDS = 60.0
 
 
 def pack_array(array: torch.Tensor) -> Packed:
@@ -242,7 +242,7 @@ def replace_each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def _connect(address: str, port: int) -> dist.Store:
-    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+    return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=RAY_CONNECT_TIMEOUT_SECONDS))
 
 
 def interface_of(address: str) -> str | None:

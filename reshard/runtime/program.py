@@ -42,7 +42,7 @@ class LocalBox:
 
 
 @dataclass(frozen=True)
-class Copy:
+class LocalCopy:
     """A box that a rank copies from its own source array to its own destination array."""
 
     id: int
@@ -50,7 +50,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Part:
+class BoxRange:
     """Consecutive boxes of a message that travel in one buffer: a large box, or small boxes together.
 
     Attributes:
@@ -80,7 +80,7 @@ class Recv:
     id: int
     sender: int
     boxes: tuple[LocalBox, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[BoxRange, ...]
     num_forwards: int
     ahead: int
     waits: tuple[Event, ...] = ()
@@ -110,7 +110,7 @@ class Send:
     id: int
     receiver: int
     boxes: tuple[LocalBox, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[BoxRange, ...]
     forwards: int | None
     window: int
     waits: tuple[Event, ...] = ()
@@ -135,7 +135,7 @@ class RankProgram:
     """
 
     rank: int
-    copies: tuple[Copy, ...]
+    copies: tuple[LocalCopy, ...]
     recvs: tuple[Recv, ...]
     sends_across: tuple[Send, ...]
     sends_inside: tuple[Send, ...]
@@ -172,7 +172,7 @@ class _Builder:
         self._plan, self._rank = plan, rank
         self.messages = list(expand_messages(plan, rank))
         self._src, self._dst = (_Locator(plan, rank, self.messages, side) for side in ("src", "dst"))
-        self._copies: list[Copy] = []
+        self._copies: list[LocalCopy] = []
         self._recvs: list[Recv] = []
         self._queues: tuple[list[Send], list[Send]] = ([], [])
         self._received: dict[int, tuple[int, Message]] = {}  # message id -> index of the receive, and the message
@@ -191,7 +191,7 @@ class _Builder:
                     f"{name_box(message.id, message.id + i, len(message.boxes))}: rank {self._rank} cannot copy "
                     f"{format_box([*zip(start, stop, strict=True)])}: its source or destination lacks it"
                 )
-            self._copies.append(Copy(message.id + i, box))
+            self._copies.append(LocalCopy(message.id + i, box))
 
     def add_recv(self, message: Message) -> None:
         """Add the receive of a message."""
@@ -263,14 +263,14 @@ class _Builder:
         )
 
 
-def _find_parts(plan: Plan, message: Message) -> tuple[Part, ...]:
+def _find_parts(plan: Plan, message: Message) -> tuple[BoxRange, ...]:
     """The buffers in which the boxes of a message travel."""
     sizes = [box_nbytes(plan, box) for box in message.boxes]
     ends = list(itertools.accumulate(sizes, initial=0))
     is_large = [size >= LARGE_BOX_BYTES for size in sizes]
     first = [0] + [i for i in range(1, len(sizes)) if is_large[i] or is_large[i - 1]]
     last = [*first[1:], len(sizes)]
-    return tuple(Part(slice(a, b), slice(ends[a], ends[b])) for a, b in zip(first, last, strict=True))
+    return tuple(BoxRange(slice(a, b), slice(ends[a], ends[b])) for a, b in zip(first, last, strict=True))
 
 
 def _inner_sizes(spec: TensorSpec) -> tuple[int, ...]:
@@ -319,7 +319,7 @@ def _find_events(
     return waits, tuple(sorted(awaited.items())), dict(sorted(notify.items()))
 
 
-def _check_complete(plan: Plan, rank: int, copies: Sequence[Copy], recvs: Sequence[Recv]) -> None:
+def _check_complete(plan: Plan, rank: int, copies: Sequence[LocalCopy], recvs: Sequence[Recv]) -> None:
     """Raise PlanError unless the rank receives as many elements as it needs, and forwards every relayed message.
 
     Cheap: it counts the elements of the rank's own messages. :func:`~reshard.plan.check.check_plan` checks every

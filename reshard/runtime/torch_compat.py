@@ -177,7 +177,7 @@ class Copies:
             torch._foreach_copy_(self._targets, self._sources)
 
 
-class Unstack:
+class CopyToMany:
     """Copies a tensor to several of its dtype, one for each index of its first dim, or all of it to one."""
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from reshard.coordination import find_group
 from reshard.errors import ArgumentError, RemoteError
 from reshard.sglang.order import LOADER, Order
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.weights.membership.team import AGREE_SECONDS, run_collectively
 from reshard.weights.publisher import Publisher
 
@@ -45,7 +46,7 @@ class Trainer:
     group: Any = field(default=None, kw_only=True)
     dtype: Any = field(default=None, kw_only=True)
     memory_bytes: int = field(default=1 << 30, kw_only=True)
-    timeout_seconds: float = field(default=300.0, kw_only=True)
+    timeout_seconds: float = field(default=DEFAULT_TIMEOUT_SECONDS, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.store, dist.TCPStore):

@@ -30,12 +30,12 @@ def load_weights(model: torch.nn.Module, named_tensors: Pairs) -> None:
     """
     order = read_order(named_tensors)
     if model not in _workers:
-        _workers[model] = _Worker(model)
+        _workers[model] = _EngineWorker(model)
     with torch.inference_mode(False):  # SGLang calls with it, and what arrives is written by another thread
         _workers[model].install(order)
 
 
-class _Worker:
+class _EngineWorker:
     """One worker of an engine. All workers of the engine hold one version, and keep it if an update fails."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -119,4 +119,4 @@ class _Worker:
         return {}
 
 
-_workers: WeakKeyDictionary[torch.nn.Module, _Worker] = WeakKeyDictionary()
+_workers: WeakKeyDictionary[torch.nn.Module, _EngineWorker] = WeakKeyDictionary()

@@ -32,7 +32,7 @@ from reshard.testing.starting import find_start, start_forked
 from reshard.timeouts import check_timeout
 
 #: After the first failure, how long the other ranks may run before they are killed.
-GRACE_SECONDS = 5.0
+PROCESS_GRACE_SECONDS = 5.0
 
 
 @dataclass
@@ -69,7 +69,7 @@ def run_processes(
     num_ranks: int,
     *args: Any,
     timeout_seconds: float = 120.0,
-    grace_seconds: float = GRACE_SECONDS,
+    grace_seconds: float = PROCESS_GRACE_SECONDS,
     init_group: bool = True,
 ) -> list[Any]:
     """Run ``function(rank, *args)`` in ``num_ranks`` processes and return their results.

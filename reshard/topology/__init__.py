@@ -4,7 +4,7 @@ Imports the root and :mod:`reshard.sharding`.
 """
 
 from reshard.topology.files import parse_rate, read_topology, topology_from_json, topology_to_json
-from reshard.topology.model import INSIDE_MESSAGE_SECONDS, MAX_NICS, MESSAGE_SECONDS, CodecRate, Host, Port, Topology
+from reshard.topology.model import INSIDE_MESSAGE_SECONDS, MAX_NICS, MESSAGE_SECONDS, CodecRate, Host, Link, Topology
 from reshard.topology.presets import MACHINES, load_preset
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "MESSAGE_SECONDS",
     "CodecRate",
     "Host",
-    "Port",
+    "Link",
     "Topology",
     "load_preset",
     "parse_rate",

@@ -18,7 +18,7 @@ from reshard.topology.model import (
     TEN_GBIT,
     CodecRate,
     Host,
-    Port,
+    Link,
     Topology,
     check_indices,
     check_rate,
@@ -85,7 +85,7 @@ def _load_yaml(text: str) -> Any:
     except ImportError:
         raise TopologyError("YAML needs PyYAML: pip install 'reshard[yaml]', or write it as JSON") from None
 
-    class Loader(yaml.SafeLoader):
+    class TopologyLoader(yaml.SafeLoader):
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):  # nested aliases can grow to any size
                 raise yaml.YAMLError("aliases such as *name are not supported; repeat the value")
@@ -102,11 +102,11 @@ def _load_yaml(text: str) -> Any:
                 raise yaml.YAMLError(f"{value} is not a plain whole number")
             return int(value)
 
-    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_number)
+    TopologyLoader.add_constructor("tag:yaml.org,2002:int", TopologyLoader.construct_number)
     # By default PyYAML reads 1e-5 and 2e9 as strings.
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+    TopologyLoader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
     try:
-        return yaml.load(text, Loader=Loader)
+        return yaml.load(text, Loader=TopologyLoader)
     except (RecursionError, TopologyError):
         raise
     except Exception as error:  # PyYAML raises errors of many types for values that do not fit tags like !!timestamp
@@ -159,11 +159,11 @@ def _options(data: dict[str, Any]) -> dict[str, Any]:
     return numbers | {"codec_rates": _read_codecs(data.get("codecs", {}))}
 
 
-def _read_pods(data: dict[str, Any], hosts: tuple[Host, ...]) -> tuple[tuple[Host, ...], tuple[Port, ...]]:
+def _read_pods(data: dict[str, Any], hosts: tuple[Host, ...]) -> tuple[tuple[Host, ...], tuple[Link, ...]]:
     """The hosts with their pods, and the uplink of each pod."""
     uplinks, per_pod = data.get("pods"), data.get("hosts_per_pod")
     if uplinks is not None and not isinstance(uplinks, list):
-        raise TopologyError("pods must be a list of ports")
+        raise TopologyError("pods must be a list of links")
     if per_pod is not None:
         if isinstance(per_pod, bool) or not isinstance(per_pod, int) or per_pod < 1:
             raise TopologyError(f"hosts_per_pod is {brief(per_pod)}; it must be a positive integer")
@@ -173,7 +173,7 @@ def _read_pods(data: dict[str, Any], hosts: tuple[Host, ...]) -> tuple[tuple[Hos
             raise TopologyError("hosts_per_pod and the pod of a host exclude each other: give one of them")
         hosts = tuple(replace(host, pod=number // per_pod) for number, host in enumerate(hosts))
     if "oversubscription" not in data:
-        return hosts, tuple(map(_read_port, uplinks or []))
+        return hosts, tuple(map(_read_link, uplinks or []))
     if uplinks is not None:
         raise TopologyError("pods and oversubscription exclude each other: both give the uplinks of the pods")
     if any(host.pod is None for host in hosts):
@@ -188,7 +188,7 @@ def _read_pods(data: dict[str, Any], hosts: tuple[Host, ...]) -> tuple[tuple[Hos
     if sorted(members) != list(range(len(members))):
         raise TopologyError(f"with oversubscription, pods are numbered from 0 without gaps, not {sorted(members)[:8]}")
     return hosts, tuple(
-        Port(
+        Link(
             sum(host.egress_bytes_per_second for host in members[pod]) / factor,
             sum(host.ingress_bytes_per_second for host in members[pod]) / factor,
         )
@@ -215,7 +215,7 @@ def topology_to_json(topology: Topology) -> dict[str, Any]:
     entries: list[dict[str, Any]] = []
     for number in range(max(topology.num_hosts, len(topology.hosts))):
         host, ranks = topology.host(number), ranks_of.get(number, [])
-        entry: dict[str, Any] = {"ranks": ranks, "nics": [_port_to_json(nic) for nic in host.nics]}
+        entry: dict[str, Any] = {"ranks": ranks, "nics": [_link_to_json(nic) for nic in host.nics]}
         if len(host.nics) > 1:
             entry["nic_of_device"] = [topology.nic_of_rank[rank] for rank in ranks]
         if host.pod is not None:
@@ -223,7 +223,7 @@ def topology_to_json(topology: Topology) -> dict[str, Any]:
         entries.append(entry)
     data: dict[str, Any] = {"hosts": entries}
     if topology.pods:
-        data["pods"] = [_port_to_json(pod) for pod in topology.pods]
+        data["pods"] = [_link_to_json(pod) for pod in topology.pods]
     data |= {key: getattr(topology, name) for key, name in _INSIDE.items() if getattr(topology, name) is not None}
     if topology.codec_rates:
         data["codecs"] = {
@@ -244,20 +244,20 @@ def _read_codecs(data: Any) -> tuple[CodecRate, ...]:
     )
 
 
-def _read_port(data: Any) -> Port:
+def _read_link(data: Any) -> Link:
     if not isinstance(data, dict):
-        return Port.of(parse_rate(data))
+        return Link.of(parse_rate(data))
     if set(data) != {"egress", "ingress"}:
         raise TopologyError(
-            f'a port must be a rate or {{"egress": rate, "ingress": rate}}, not keys {sorted(map(str, data))}'
+            f'a link must be a rate or {{"egress": rate, "ingress": rate}}, not keys {sorted(map(str, data))}'
         )
-    return Port(parse_rate(data["egress"]), parse_rate(data["ingress"]))
+    return Link(parse_rate(data["egress"]), parse_rate(data["ingress"]))
 
 
-def _port_to_json(port: Port) -> Any:
-    if port.egress_bytes_per_second == port.ingress_bytes_per_second:
-        return port.egress_bytes_per_second
-    return {"egress": port.egress_bytes_per_second, "ingress": port.ingress_bytes_per_second}
+def _link_to_json(link: Link) -> Any:
+    if link.egress_bytes_per_second == link.ingress_bytes_per_second:
+        return link.egress_bytes_per_second
+    return {"egress": link.egress_bytes_per_second, "ingress": link.ingress_bytes_per_second}
 
 
 _RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)\s*([kKMGT]?)(i?)(bits?|b|B)(?:/s|ps)\s*")
@@ -340,15 +340,15 @@ def _read_host(entry: Any) -> tuple[Host, int, int | list[int], list[int] | None
     return host, count, devices, None if nic_of_device is None else list(check_indices(nic_of_device, "NICs"))
 
 
-def _read_nics(data: Any) -> tuple[Port, ...]:
-    """The NICs of a host: a list of ports, or text such as ``"8 x 400 Gbit/s"``."""
+def _read_nics(data: Any) -> tuple[Link, ...]:
+    """The NICs of a host: a list of links, or text such as ``"8 x 400 Gbit/s"``."""
     if isinstance(data, str):
         counted = _COUNTED.fullmatch(data)
         number, rate = (int(counted[1]), counted[2]) if counted else (1, data)
-        return (_read_port(rate),) * number
+        return (_read_link(rate),) * number
     if not isinstance(data, list):
-        raise TopologyError(f"nics must be a list of ports, or text such as '8 x 400 Gbit/s', not {brief(data)}")
-    return tuple(map(_read_port, data))
+        raise TopologyError(f"nics must be a list of links, or text such as '8 x 400 Gbit/s', not {brief(data)}")
+    return tuple(map(_read_link, data))
 
 
 def _place_ranks(

@@ -46,8 +46,8 @@ def check_rate(value: Any, name: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
-    """One end of a full-duplex link: the NIC of a host, or the uplink of a pod.
+class Link:
+    """The NIC of a host or the uplink of a pod, which send and receive at the same time: two ports.
 
     Raises:
         TopologyError: a rate is not positive and finite.
@@ -61,8 +61,8 @@ class Port:
             object.__setattr__(self, name, check_rate(getattr(self, name), name))
 
     @classmethod
-    def of(cls, bytes_per_second: float) -> Port:
-        """A port with the same rate in both directions."""
+    def of(cls, bytes_per_second: float) -> Link:
+        """A link with the same rate in both directions."""
         return cls(bytes_per_second, bytes_per_second)
 
 
@@ -74,12 +74,12 @@ class Host:
         TopologyError: there are no NICs or too many, or an argument has another type.
     """
 
-    nics: tuple[Port, ...] = (Port(TEN_GBIT, TEN_GBIT),)
+    nics: tuple[Link, ...] = (Link(TEN_GBIT, TEN_GBIT),)
     pod: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.nics, (tuple, list)) or not all(isinstance(nic, Port) for nic in self.nics):
-            raise TopologyError(f"nics must be a list of Port values, not {brief(self.nics)}")
+        if not isinstance(self.nics, (tuple, list)) or not all(isinstance(nic, Link) for nic in self.nics):
+            raise TopologyError(f"nics must be a list of Link values, not {brief(self.nics)}")
         if not 1 <= len(self.nics) <= MAX_NICS:
             raise TopologyError(f"a host has 1 to {MAX_NICS} NICs, not {len(self.nics)}")
         object.__setattr__(self, "nics", tuple(self.nics))
@@ -151,7 +151,7 @@ class Topology:
     host_of_rank: tuple[int, ...]
     hosts: tuple[Host, ...] = (Host(),)
     nic_of_rank: tuple[int, ...] = ()
-    pods: tuple[Port, ...] = ()
+    pods: tuple[Link, ...] = ()
     inside_bytes_per_second: float | None = None
     inside_total_bytes_per_second: float | None = field(default=None, kw_only=True)
     latency_seconds: float = field(default=MESSAGE_SECONDS, kw_only=True)
@@ -165,7 +165,7 @@ class Topology:
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         set_(self, "host_of_rank", check_indices(self.host_of_rank, "hosts"))
-        for name, kind in (("hosts", Host), ("pods", Port)):
+        for name, kind in (("hosts", Host), ("pods", Link)):
             values = getattr(self, name)
             if not isinstance(values, (tuple, list)) or not all(isinstance(value, kind) for value in values):
                 raise TopologyError(f"{name} must be a list of {kind.__name__} values")
@@ -223,10 +223,10 @@ class Topology:
         lines = []
         for (ranks, nics, pod), number in kinds.items():
             where = "" if pod is None else f" in pod {pod}"
-            ports = Counter(nics)
-            named = " and ".join(f"{count} x {_describe_port(port)}" for port, count in ports.items())
+            links = Counter(nics)
+            named = " and ".join(f"{count} x {_describe_link(link)}" for link, count in links.items())
             lines.append(f"hosts{where}: {number} x ({count_of(ranks, 'rank')}, NICs {named})")
-        lines += [f"uplink of pod {number}: {_describe_port(port)}" for number, port in enumerate(self.pods)]
+        lines += [f"uplink of pod {number}: {_describe_link(link)}" for number, link in enumerate(self.pods)]
         rate = "no limit" if self.inside_bytes_per_second is None else format_rate(self.inside_bytes_per_second)
         total = self.inside_total_bytes_per_second
         together = "" if total is None else f", {format_rate(total)} together"
@@ -260,7 +260,7 @@ class Topology:
         Raises:
             TopologyError: see :class:`Topology`.
         """
-        return cls(check_indices(host_of_rank, "hosts"), (Host((Port.of(nic_bytes_per_second),)),))
+        return cls(check_indices(host_of_rank, "hosts"), (Host((Link.of(nic_bytes_per_second),)),))
 
     @classmethod
     def from_hostnames(cls, hostnames: Sequence[str]) -> Topology:
@@ -285,7 +285,7 @@ class Topology:
         number = check_integer(number, "the number of a host", 0, MAX_RANK if is_uniform else len(self.hosts) - 1)
         return self.hosts[0 if is_uniform else number]
 
-    def nic(self, rank: int) -> Port:
+    def nic(self, rank: int) -> Link:
         """The NIC that a rank uses."""
         rank = check_integer(rank, "rank", 0, MAX_RANK)
         self.check_covers((rank,))
@@ -311,8 +311,8 @@ class Topology:
         """Egress and ingress bytes per second, each ``(len(hosts), MAX_NICS)``; infinite where a host has no NIC."""
         egress, ingress = np.full((2, len(self.hosts), MAX_NICS), np.inf)
         for host, described in enumerate(self.hosts):
-            for nic, port in enumerate(described.nics):
-                egress[host, nic], ingress[host, nic] = port.egress_bytes_per_second, port.ingress_bytes_per_second
+            for nic, link in enumerate(described.nics):
+                egress[host, nic], ingress[host, nic] = link.egress_bytes_per_second, link.ingress_bytes_per_second
         return egress, ingress
 
     def without_latency(self) -> Topology:
@@ -325,8 +325,8 @@ class Topology:
     def with_faster_links(self, factor: float) -> Topology:
         """The same topology with all rates ``factor`` times as high, inside hosts too."""
 
-        def faster(port: Port) -> Port:
-            return Port(port.egress_bytes_per_second * factor, port.ingress_bytes_per_second * factor)
+        def faster(link: Link) -> Link:
+            return Link(link.egress_bytes_per_second * factor, link.ingress_bytes_per_second * factor)
 
         inside, total = self.inside_bytes_per_second, self.inside_total_bytes_per_second
         return replace(
@@ -412,8 +412,8 @@ def _check_ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
     return numbers
 
 
-def _describe_port(port: Port) -> str:
-    out, into = format_rate(port.egress_bytes_per_second), format_rate(port.ingress_bytes_per_second)
+def _describe_link(link: Link) -> str:
+    out, into = format_rate(link.egress_bytes_per_second), format_rate(link.ingress_bytes_per_second)
     return out if out == into else f"{out} out, {into} in"
 
 

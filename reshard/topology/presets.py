@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from reshard.errors import TopologyError
 from reshard.formatting import brief, did_you_mean
 from reshard.sharding import check_integer
-from reshard.topology.model import MAX_RANKS, MESSAGE_SECONDS, Host, Port, Topology
+from reshard.topology.model import MAX_RANKS, MESSAGE_SECONDS, Host, Link, Topology
 
 _GBIT = 1e9 / 8
 
@@ -110,7 +110,7 @@ def load_preset(name: str, num_ranks: int) -> Topology:
     machine = MACHINES[name]
     return Topology(
         tuple(rank // machine.devices for rank in range(num_ranks)),
-        (Host((Port.of(machine.nic_gbit * _GBIT),) * machine.nics),),
+        (Host((Link.of(machine.nic_gbit * _GBIT),) * machine.nics),),
         tuple(rank % machine.devices * machine.nics // machine.devices for rank in range(num_ranks)),
         inside_bytes_per_second=machine.inside_bytes_per_second,
         inside_total_bytes_per_second=machine.inside_total_bytes_per_second,

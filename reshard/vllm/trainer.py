@@ -10,6 +10,7 @@ import torch.distributed as dist
 from vllm.distributed.weight_transfer import base
 
 from reshard.errors import ArgumentError, RemoteError
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.vllm.plugin import BACKEND
 from reshard.weights.publisher import Publisher
 
@@ -34,7 +35,7 @@ class TrainerInitInfo(base.TrainerInitInfo):
     name: str = "default"
     group: Any = None
     dtype: Any = None
-    timeout_seconds: float = 300.0
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
 
 class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):

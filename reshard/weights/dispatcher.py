@@ -27,7 +27,7 @@ from reshard.weights.route import RouteOptions
 #: How often a version is sent anew after a failure.
 MAX_ATTEMPTS = 3
 #: How often the dispatcher looks whether the ranks that it waits for are alive.
-CHECK_SECONDS = 0.5
+DISPATCH_CHECK_INTERVAL_SECONDS = 0.5
 
 
 @dataclass
@@ -330,7 +330,7 @@ class Dispatcher:
     def _tick(self, job: _Job) -> None:
         """Look again after a while."""
         message = {"kind": "tick", "nonce": job.nonce}
-        timer = threading.Timer(CHECK_SECONDS, self._post_tick, [message])
+        timer = threading.Timer(DISPATCH_CHECK_INTERVAL_SECONDS, self._post_tick, [message])
         timer.daemon = True
         timer.start()
 

@@ -159,14 +159,14 @@ class EncodedTransfers:
         """The results of a function on all ranks of the route. If it raises an error on one, all raise it."""
         return run_collectively(self.route.group, function, purpose, self.timeout_seconds)
 
-    def _find_round(self, number: int) -> dict[str, _Part]:
+    def _find_round(self, number: int) -> dict[str, _BucketPart]:
         """The part of each bucket that travels in a round."""
         parts = {}
         for name, bucket in self._buckets.items():
             lo, hi = (bucket.nbytes * nth // self.num_rounds for nth in (number, number + 1))
             cut = list(_cut_regions(bucket.regions, self._itemsize, lo, hi))
             regions = tuple(region for _, region in cut)
-            parts[name] = _Part(replace(bucket, regions=regions), [number for number, _ in cut])
+            parts[name] = _BucketPart(replace(bucket, regions=regions), [number for number, _ in cut])
         return parts
 
     def choose(self, new: Arrays, old: Arrays | None) -> dict[str, BucketChoice]:
@@ -220,7 +220,7 @@ class EncodedTransfers:
         """What :meth:`encode` returns if all regions are raw, but without digests."""
         return {name: (sum(map(largest_size, views)), None) for name, _, views in self._sources(number, new)}
 
-    def _sources(self, number: int, new: Arrays) -> Iterator[tuple[str, _Part, list[torch.Tensor]]]:
+    def _sources(self, number: int, new: Arrays) -> Iterator[tuple[str, _BucketPart, list[torch.Tensor]]]:
         """What this rank sends in a round."""
         for name, part in self._rounds[number].items():
             if self._rank in part.bucket.holders:
@@ -351,7 +351,7 @@ class RawHandle:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _BucketPart:
     """A part of a bucket, and the number that each of its regions has in the whole bucket."""
 
     bucket: Bucket

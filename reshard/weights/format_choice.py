@@ -15,7 +15,7 @@ from reshard.codecs.lossless_choice import (
     DECODE_SECONDS,
     ENCODE_SECONDS,
     MIN_GAIN,
-    Rates,
+    TransferRates,
     choose_format,
     predict_seconds,
 )
@@ -134,7 +134,7 @@ class FormatChoice:
             return False
         if self.link_rate is None or not self._rates:
             return True
-        rates = Rates(self.link_rate, self._rates, self._encoders, self._decoders)
+        rates = TransferRates(self.link_rate, self._rates, self._encoders, self._decoders)
         unchanged = Sample(0.0, 1.0)
         encoded = [predict_seconds(name, 2**20, 2, unchanged, rates) for name in self._formats if name != "raw"]
         return min(encoded, default=float("inf")) < MIN_GAIN * 2**21 / self.link_rate
@@ -157,7 +157,7 @@ class FormatChoice:
         raw = nbytes / self.link_rate
         if raw < MIN_REGION_SECONDS:
             return "raw", (MIN_GAIN - 1) * raw - ENCODE_SECONDS / self._encoders - DECODE_SECONDS / self._decoders
-        rates = Rates(self.link_rate, self._rates, self._encoders, self._decoders)
+        rates = TransferRates(self.link_rate, self._rates, self._encoders, self._decoders)
         sample = sample_region(region, base)
         name = choose_format(nbytes // width, width, sample, rates, allowed)
         return name, MIN_GAIN * raw - predict_seconds(name, nbytes // width, width, sample, rates)

@@ -11,7 +11,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, VerificationError
 from reshard.runtime.autograd import mark_written
 from reshard.weights.model.holdings import Shard, Value, read_state, synchronize, write_values
-from reshard.weights.model.pieces import Piece
+from reshard.weights.model.pieces import RegionPair
 from reshard.weights.recorded_loader import LoadWeights, Recording
 
 Arrays = dict[str, torch.Tensor]
@@ -28,7 +28,7 @@ class Installer(Protocol):
 
     keeps_last: bool
 
-    def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
+    def allocate(self, pieces: Sequence[RegionPair], known: Arrays) -> Arrays:
         """Memory for a version by name, in the dtypes of the pieces. ``known`` is used again where it fits."""
 
     def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
@@ -52,7 +52,7 @@ class CopyIntoModel:
     def __init__(self, model: Any, shards: Mapping[str, Shard] | None) -> None:
         self._model, self._shards = model, shards
 
-    def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
+    def allocate(self, pieces: Sequence[RegionPair], known: Arrays) -> Arrays:
         """See :class:`Installer`."""
         held = read_state(self._model, self._shards).holdings
         arrays = {}
@@ -88,7 +88,7 @@ class ReceiveInPlace:
     def __init__(self, model: Any, shards: Mapping[str, Shard] | None) -> None:
         self._model, self._shards = model, shards
 
-    def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
+    def allocate(self, pieces: Sequence[RegionPair], known: Arrays) -> Arrays:
         """See :class:`Installer`. The arrays are those of the model."""
         held = read_state(self._model, self._shards).holdings
         for piece in pieces:
@@ -119,7 +119,7 @@ class LoadThroughEngine:
     def __init__(self, load_weights: LoadWeights) -> None:
         self._load_weights = load_weights
 
-    def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
+    def allocate(self, pieces: Sequence[RegionPair], known: Arrays) -> Arrays:
         """See :class:`Installer`."""
         cpu = torch.device("cpu")
         return {
@@ -142,7 +142,7 @@ class CopyAsRecorded:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
 
-    def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
+    def allocate(self, pieces: Sequence[RegionPair], known: Arrays) -> Arrays:
         """See :class:`Installer`."""
         recording, arrays = self._recording, {}
         for name, dtype in {piece.target.name: piece.dtype for piece in pieces}.items():

@@ -17,7 +17,7 @@ from reshard.sharding import Box, Layout, Mesh, check_shape
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.weights.membership.team import run_collectively
 from reshard.weights.model.holdings import read_state
-from reshard.weights.model.manifest import Entry, Manifest, merge_states, state_of_rank
+from reshard.weights.model.manifest import Manifest, ManifestEntry, merge_states, state_of_rank
 
 _Held = tuple[tuple[int, tuple[Box, ...]], ...]
 
@@ -74,7 +74,7 @@ def read_metas(metas: Sequence[Any]) -> Manifest:
     Raises:
         ArgumentError: an entry lacks a field, or its fields do not fit; the text names it.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ManifestEntry] = {}
     for meta in metas:
         try:
             name, shape, owners = meta.name, check_shape(meta.shape), tuple(int(rank) for rank in meta.owners)
@@ -83,7 +83,7 @@ def read_metas(metas: Sequence[Any]) -> Manifest:
             mesh_shape = (len(owners),) if meta.mesh_shape is None else tuple(meta.mesh_shape)
             placements = [Replicate()] * len(mesh_shape) if meta.placements is None else list(meta.placements)
             mesh = Mesh(owners, {str(axis): size for axis, size in enumerate(mesh_shape)})
-            entries[name] = Entry(shape, dtype_name(meta.dtype), _hold(Layout(mesh, placements), shape))
+            entries[name] = ManifestEntry(shape, dtype_name(meta.dtype), _hold(Layout(mesh, placements), shape))
         except (AttributeError, TypeError, ValueError, ReshardError) as error:
             raise ArgumentError(f"{getattr(meta, 'name', meta)!r:.80} is no ParamMeta: {error}") from error
     ranks = [rank for entry in entries.values() for rank, _ in entry.held]

@@ -23,7 +23,7 @@ from reshard.weights.membership.survivors import on_ranks
 from reshard.weights.membership.team import AGREE_SECONDS, Team, exchange, lost_store_error, run_collectively
 from reshard.weights.model.holdings import Value
 from reshard.weights.model.manifest import Manifest
-from reshard.weights.model.pieces import Piece, compose, match
+from reshard.weights.model.pieces import RegionPair, compose, match
 from reshard.weights.model.verify import Checker, RegionDigests
 from reshard.weights.route import Route, RouteOptions
 
@@ -69,7 +69,7 @@ class Receiver:
         self._deferred: DeferredCall | None = None  # for the thread that waits in ``update``
         self._route: tuple[str, Route] | None = None
         self._encoded: EncodedTransfers | None = None  # over the route
-        self._pieces: list[Piece] = []
+        self._pieces: list[RegionPair] = []
         self._tied: Mapping[str, str] = {}
         self._checker: Checker | None = None
         self._shadow: Arrays = {}

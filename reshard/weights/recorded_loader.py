@@ -17,7 +17,7 @@ from reshard.weights.mapping.parts import Region
 from reshard.weights.mapping.rules import Drop, match_names
 from reshard.weights.mapping.strided import view_of_tensor
 from reshard.weights.model.holdings import Holding, ModelState, join_dim
-from reshard.weights.model.loader_trace import Copy, Fill, ParameterRegion, Tensors, trace_loader
+from reshard.weights.model.loader_trace import Fill, ParameterRegion, Tensors, TracedCopy, trace_loader
 from reshard.weights.model.manifest import Manifest, state_of_rank
 from reshard.weights.model.pieces import Side
 from reshard.weights.param_meta import read_metas
@@ -88,7 +88,7 @@ class Recording:
         _check_writes(self._steps, tensors, parameters - kept)
         regions: dict[str, list[Region]] = {}
         for step in self._steps:
-            if isinstance(step, Copy):
+            if isinstance(step, TracedCopy):
                 regions.setdefault(step.source.name, []).append(step.source.region)
         self.held = {name: cover(tensor_regions) for name, tensor_regions in regions.items()}
 
@@ -138,12 +138,12 @@ class Recording:
         with torch.no_grad():
             for step in self._steps:
                 view = step.target.view(tensors[step.target.name])
-                if isinstance(step, Copy):
+                if isinstance(step, TracedCopy):
                     view.copy_(self._view(step.source, arrays))
                 else:
                     view.fill_(step.value)
         for step in self._steps:
-            if isinstance(step, Copy):
+            if isinstance(step, TracedCopy):
                 yield step.target.view(tensors[step.target.name]), self._view(step.source, arrays)
 
     def _view(self, side: Side, arrays: Tensors) -> torch.Tensor:
@@ -169,11 +169,11 @@ def _tensors_of(model: Any) -> tuple[dict[str, torch.Tensor], set[str]]:
     return {name: tensors[name] for name in first_name.values()}, set(parameters)
 
 
-def _resolve_tie(step: Copy | Fill, tied: Mapping[str, str]) -> Copy | Fill:
+def _resolve_tie(step: TracedCopy | Fill, tied: Mapping[str, str]) -> TracedCopy | Fill:
     if isinstance(step, Fill):
         return step
     name = tied.get(step.source.name, step.source.name)
-    return Copy(Side(name, step.source.region, step.source.dims), step.target)
+    return TracedCopy(Side(name, step.source.region, step.source.dims), step.target)
 
 
 def cover(regions: Iterable[Region]) -> tuple[Box, ...]:
@@ -208,7 +208,7 @@ def _join_along(boxes: set[Box], dim: int) -> set[Box]:
     return joined
 
 
-def _check_writes(steps: Sequence[Copy | Fill], tensors: Tensors, needed: set[str]) -> None:
+def _check_writes(steps: Sequence[TracedCopy | Fill], tensors: Tensors, needed: set[str]) -> None:
     """Raise ArgumentError unless each element of a parameter is loaded or filled once.
 
     Args:
@@ -217,7 +217,7 @@ def _check_writes(steps: Sequence[Copy | Fill], tensors: Tensors, needed: set[st
     of_name: dict[str, list[tuple[Region, bool]]] = {name: [] for name in tensors}
     for step in steps:
         for region in _regions_in(step.target, tensors[step.target.name]):
-            of_name[step.target.name].append((region, isinstance(step, Copy)))
+            of_name[step.target.name].append((region, isinstance(step, TracedCopy)))
     left_out = []
     for name, writes in of_name.items():
         count = _count_written(name, [region for region, _ in writes], [is_copy for _, is_copy in writes])
@@ -270,12 +270,12 @@ def _count_written(name: str, regions: Sequence[Region], is_copy: Sequence[bool]
     return int(sizes[written > 0].sum())
 
 
-def _drop_repeated_copies(steps: Iterable[Copy | Fill]) -> tuple[Copy | Fill, ...]:
+def _drop_repeated_copies(steps: Iterable[TracedCopy | Fill]) -> tuple[TracedCopy | Fill, ...]:
     """The steps with each copy once: a tied tensor is copied under all its names."""
-    kept: list[Copy | Fill] = []
-    copies: set[Copy] = set()
+    kept: list[TracedCopy | Fill] = []
+    copies: set[TracedCopy] = set()
     for step in steps:
-        if isinstance(step, Copy):
+        if isinstance(step, TracedCopy):
             if step in copies:
                 continue
             copies.add(step)

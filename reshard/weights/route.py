@@ -20,14 +20,14 @@ from reshard.coordination.topology_discovery import find_topology
 from reshard.cost import find_bound
 from reshard.errors import ArgumentError
 from reshard.planner import MIN_STAGING_BYTES, predict
-from reshard.runtime.torch_compat import Unstack
+from reshard.runtime.torch_compat import CopyToMany
 from reshard.sharding import check_integer
 from reshard.timeouts import check_timeout
 from reshard.topology import Topology, topology_from_json, topology_to_json
 from reshard.weights.membership.team import run_collectively
 from reshard.weights.model.holdings import synchronize
 from reshard.weights.model.manifest import Manifest
-from reshard.weights.model.pieces import Piece, Side, Specs, gather_pieces
+from reshard.weights.model.pieces import RegionPair, Side, Specs, gather_pieces
 from reshard.weights.model.verify import view_of
 
 #: Equal parts of ``memory_bytes``: buffers, staging of encoded transfers, and staging of raw transfers.
@@ -91,7 +91,7 @@ class ReceiveBuffers:
     """
 
     arrays: dict[str, torch.Tensor]
-    copies: list[tuple[Unstack, torch.Tensor]]
+    copies: list[tuple[CopyToMany, torch.Tensor]]
     shards: list[torch.Tensor]
 
     def finish(self) -> None:
@@ -112,12 +112,12 @@ class _Viewed:
 
     arrays: dict[str, torch.Tensor]
     views: list[list[torch.Tensor]]
-    _unstacks: dict[int, Unstack] = field(default_factory=dict)
+    _unstacks: dict[int, CopyToMany] = field(default_factory=dict)
 
-    def unstack(self, number: int) -> Unstack:
+    def unstack(self, number: int) -> CopyToMany:
         """The copy of a tensor to its parts."""
         if number not in self._unstacks:
-            self._unstacks[number] = Unstack(self.views[number])
+            self._unstacks[number] = CopyToMany(self.views[number])
         return self._unstacks[number]
 
 
@@ -176,7 +176,7 @@ class Route:
         store: dist.Store,
         source: Manifest,
         targets: Sequence[Manifest],
-        pieces: Sequence[Sequence[Piece]],
+        pieces: Sequence[Sequence[RegionPair]],
         place: int,
         rank: int,
         options: RouteOptions,
@@ -289,7 +289,7 @@ class Route:
             self.group.close()
 
 
-def _side_of(pieces: Mapping[int, Piece], first: int, is_source: bool) -> Side | None:
+def _side_of(pieces: Mapping[int, RegionPair], first: int, is_source: bool) -> Side | None:
     """The side of a piece in the model that begins at a rank; None if it needs nothing of it."""
     if is_source:
         return next(iter(pieces.values())).source

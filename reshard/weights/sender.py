@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.errors import ReshardError
-from reshard.weights.dispatcher import CHECK_SECONDS, Dispatcher, Outcome
+from reshard.weights.dispatcher import DISPATCH_CHECK_INTERVAL_SECONDS, Dispatcher, Outcome
 from reshard.weights.encoded import EncodedTransfers, RawHandle, SendingHandle
 from reshard.weights.format_choice import FormatChoice, keeps_base
 from reshard.weights.membership.mailbox import Message
@@ -114,7 +114,7 @@ class Sender:
                 look_later()
 
         def look_later() -> None:
-            timer = threading.Timer(min(CHECK_SECONDS * team.rank, MAX_WATCH_SECONDS), look)
+            timer = threading.Timer(min(DISPATCH_CHECK_INTERVAL_SECONDS * team.rank, MAX_WATCH_SECONDS), look)
             timer.daemon = True
             timer.start()
 

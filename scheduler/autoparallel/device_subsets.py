@@ -28,7 +28,7 @@ NEAR = 1.25
 
 
 @dataclass(eq=False)
-class _Part:
+class _ClusterPart:
     """A part of a cluster, or all of it with its hosts in some order.
 
     Attributes:
@@ -58,7 +58,7 @@ def choose_part(problem: SearchProblem, report: Report | None = None) -> Trainin
     It compares the fastest candidates of the parts, and makes only the winner simpler. ``report`` is called before each
     method with the part of the methods that is done, of all that may run.
     """
-    whole = _Part((), problem)
+    whole = _ClusterPart((), problem)
     parts = _search_parts(whole, report or (lambda done, text: None))
     bound = min((part.bound_seconds for part in parts), default=math.inf)
     best: ChosenPlan | None = None
@@ -79,19 +79,20 @@ def choose_part(problem: SearchProblem, report: Report | None = None) -> Trainin
     return _on_ranks(plan, used, whole) if used else plan
 
 
-def _refined(part: _Part) -> ChosenPlan:
+def _refined(part: _ClusterPart) -> ChosenPlan:
     if not part.is_refined:
         part.found, part.is_refined = refine(part.problem, part.found), True
     return part.problem, part.found[0], part.found[1:]
 
 
-def _search_parts(whole: _Part, report: Report) -> list[_Part]:
+def _search_parts(whole: _ClusterPart, report: Report) -> list[_ClusterPart]:
     """All parts that may have the fastest training plan, with their candidates."""
     problem = whole.problem
     speeds = {name: 1 / (_model_seconds(problem, profile) or 1.0) for name, profile in problem.profiles.items()}
     parts = [whole]
     parts += [
-        _Part(ranks, problem.changed(cluster=problem.cluster.select(ranks))) for ranks in problem.cluster.parts(speeds)
+        _ClusterPart(ranks, problem.changed(cluster=problem.cluster.select(ranks)))
+        for ranks in problem.cluster.parts(speeds)
     ]
     # a problem with codecs uses each of them only where it is faster, which no engine does, so it gives no limit
     raw = (part.problem if problem.compression is None else part.problem.changed(compression=None) for part in parts)
@@ -103,7 +104,7 @@ def _search_parts(whole: _Part, report: Report) -> list[_Part]:
         (0.0 if number == promising else work_bound(part.problem), number, False) for number, part in enumerate(parts)
     ]
     heapq.heapify(queue)
-    searched: list[_Part] = []
+    searched: list[_ClusterPart] = []
     while queue:
         bound, number, is_better = heapq.heappop(queue)
         part = parts[number]
@@ -125,7 +126,7 @@ def _search_parts(whole: _Part, report: Report) -> list[_Part]:
     return searched
 
 
-def _search_part(part: _Part, report: Report, limit: float) -> None:
+def _search_part(part: _ClusterPart, report: Report, limit: float) -> None:
     """Search a part for candidates that are at least nearly as fast as a limit."""
     problem, is_raw = part.problem, part.problem.compression is None
     near = NEAR * limit or math.inf
@@ -135,7 +136,7 @@ def _search_part(part: _Part, report: Report, limit: float) -> None:
     part.found = with_interleaved(problem, part.found, limit)
 
 
-def _report_part(report: Report, part: _Part, num_before: int, num_left: int, done: float, method: str) -> None:
+def _report_part(report: Report, part: _ClusterPart, num_before: int, num_left: int, done: float, method: str) -> None:
     """Report how much of the search of a part is done, after ``num_before`` others and before at most ``num_left``."""
     where = count_of(part.problem.cluster.num_ranks, "rank")
     report((num_before + done) / (num_before + 1 + num_left), f"{method} on {where}")
@@ -160,7 +161,7 @@ def _model_seconds(problem: SearchProblem, profile: LayerProfile) -> float:
     return sum(layer_times.forward_seconds + layer_times.backward_seconds for layer_times in times)
 
 
-def _on_ranks(plan: TrainingPlan, ranks: tuple[int, ...], whole: _Part) -> TrainingPlan:
+def _on_ranks(plan: TrainingPlan, ranks: tuple[int, ...], whole: _ClusterPart) -> TrainingPlan:
     """The training plan of a part of a cluster, or of its hosts in another order, as a plan of the whole cluster."""
     cluster = whole.problem.cluster
     on_all = whole.seconds if whole.found else single_stage_bound(whole.problem)

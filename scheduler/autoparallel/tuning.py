@@ -49,7 +49,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Round:
+class TuningRound:
     """A training plan and its measurement."""
 
     training_plan: TrainingPlan
@@ -67,7 +67,7 @@ class Tuned:
         is_settled: whether the last search chose a training plan that had been measured.
     """
 
-    rounds: tuple[Round, ...]
+    rounds: tuple[TuningRound, ...]
     training_plan: TrainingPlan
     profile: LayerProfile
     is_settled: bool
@@ -105,14 +105,14 @@ def tune(
         The training plan with the fewest measured seconds, so the loop never ends with a slower one than the first
         choice.
     """
-    rounds: list[Round] = []
+    rounds: list[TuningRound] = []
     training_plan = choose(problem)
     is_settled = False
     while len(rounds) < MAX_ROUNDS and not is_settled:
         measurement = measure(training_plan)
         if not isinstance(measurement, Measurement):
             raise ArgumentError(f"measure returns {brief(measurement)}; it must return a Measurement")
-        rounds.append(Round(training_plan, measurement))
+        rounds.append(TuningRound(training_plan, measurement))
         encoded = problem.changed(compression=training_plan.compression, compress_all=True)
         problem = problem.changed(profile=correct_profile(encoded, training_plan, measurement.timelines))
         training_plan = choose(problem)

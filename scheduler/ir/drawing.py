@@ -36,7 +36,7 @@ STYLE = """
 
 
 @dataclass(frozen=True)
-class Piece:
+class DrawnSpan:
     """A part of a row: an action, or a wait if ``action`` is None. ``text`` describes it."""
 
     pp_rank: int
@@ -94,7 +94,7 @@ def describe_cut(schedule: Schedule, part: Schedule) -> str:
     return f" Drawn are {' and '.join(cut)}." if cut else ""
 
 
-def draw_rows(pieces: Sequence[Piece], num_rows: int, end: float, beside: Sequence[str] = ()) -> str:
+def draw_rows(pieces: Sequence[DrawnSpan], num_rows: int, end: float, beside: Sequence[str] = ()) -> str:
     """One row per pp rank. ``beside`` is HTML at the right of each row."""
     rows: list[list[str]] = [[] for _ in range(num_rows)]
     for piece in pieces:
@@ -112,7 +112,7 @@ def draw_rows(pieces: Sequence[Piece], num_rows: int, end: float, beside: Sequen
     return "".join(lines)
 
 
-def draw_kinds(pieces: Sequence[Piece]) -> str:
+def draw_kinds(pieces: Sequence[DrawnSpan]) -> str:
     """The legend of the kinds of action that occur, and of waits."""
     used = {piece.action.kind for piece in pieces if piece.action}
     keys = {name: _COLOURS[kind] for kind, name in _NAMES.items() if kind in used}
@@ -121,7 +121,7 @@ def draw_kinds(pieces: Sequence[Piece]) -> str:
     return draw_keys(keys)
 
 
-def _place_in_units(schedule: Schedule) -> Iterator[Piece]:
+def _place_in_units(schedule: Schedule) -> Iterator[DrawnSpan]:
     """Each computation as early as its pp rank and inputs allow. What a deadlock keeps from starting is left out."""
     inputs = _inputs(schedule)
     done: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, microbatch) -> end
@@ -141,7 +141,7 @@ def _place_in_units(schedule: Schedule) -> Iterator[Piece]:
                 now[pp_rank] = start + _UNITS[action.kind]
                 if action.kind is not Kind.W:
                     done[key] = now[pp_rank]
-                yield Piece(pp_rank, start, now[pp_rank], action, str(action))
+                yield DrawnSpan(pp_rank, start, now[pp_rank], action, str(action))
                 at[pp_rank] += 1
                 moved = True
 

@@ -19,7 +19,7 @@ Pass = Callable[[Schedule, Pipeline], Schedule]
 
 
 @dataclass(frozen=True)
-class Report:
+class OverlapReport:
     """What a pass changed: the number of transfers moved or made to block, and the makespans before and after."""
 
     name: str
@@ -126,7 +126,9 @@ def _move_recvs(actions: Sequence[Action], pipeline: Pipeline, recvs_ahead: int)
     return out
 
 
-def apply_passes(schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass]) -> tuple[Schedule, tuple[Report, ...]]:
+def apply_passes(
+    schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass]
+) -> tuple[Schedule, tuple[OverlapReport, ...]]:
     """Apply passes in order. Returns the last schedule and a report for each pass."""
     check_fits(schedule, pipeline)
     reports = []
@@ -137,7 +139,7 @@ def apply_passes(schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass])
         if not isinstance(changed, Schedule):
             raise ArgumentError(f"a pass returned {type(changed).__name__}, not a Schedule")
         reports.append(
-            Report(
+            OverlapReport(
                 getattr(compute_pass, "__name__", type(compute_pass).__name__),
                 _count_moved(schedule, changed),
                 simulate_schedule(schedule, pipeline).makespan_seconds,

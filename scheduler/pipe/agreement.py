@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from reshard.coordination import Request, describe_error, find_channel, find_group
+from reshard.coordination import RoundRequest, describe_error, find_call_group, find_group
 from reshard.errors import ArgumentError, ReshardError
 from reshard.sharding import Layout, Mesh
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -18,7 +18,7 @@ from ..runtime.data_parallel import find_parameter
 from ..runtime.observe import gather_values
 
 
-class Agreement:
+class RankExchange:
     """Lets all ranks of a process group exchange values and errors, and detects ranks that died.
 
     Args:
@@ -34,7 +34,7 @@ class Agreement:
             self._timeout_seconds = check_timeout(timeout_seconds)
         except ArgumentError as error:
             self._failure = error
-        self._channel = find_channel(self._group, tuple(range(torch.distributed.get_world_size(group))))
+        self._call_group = find_call_group(self._group, tuple(range(torch.distributed.get_world_size(group))))
 
     def exchange(self, value: Any = None, error: BaseException | None = None) -> dict[int, Any]:
         """Exchange values. All ranks must call this.
@@ -50,9 +50,9 @@ class Agreement:
             ReshardError: the error of the first rank that passes one.
         """
         failure = None if error is None else describe_error(error)
-        request = Request(self._group.rank, hostname=self._group.hostname, error=failure, payload=value)
+        request = RoundRequest(self._group.rank, hostname=self._group.hostname, error=failure, payload=value)
         try:
-            return dict(self._channel.agree(request, gather_values, self._timeout_seconds)[1].payloads)
+            return dict(self._call_group.agree(request, gather_values, self._timeout_seconds)[1].payloads)
         except ReshardError:
             if error is not None:
                 raise error from None  # the local error has a traceback

@@ -11,12 +11,12 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
 from ..runtime.engine import Engine
-from .partition.batches import BatchOutline, Entry
+from .partition.batches import BatchEntry, BatchOutline
 from .partition.stage_mesh import is_grid, num_sample_shards
 from .planner import MAX_GRAPHS, Planner
 
 #: Stage, number of samples, and entries of a batch.
-Key = tuple[int, int, tuple[Entry, ...]]
+Key = tuple[int, int, tuple[BatchEntry, ...]]
 #: ``shard(module)`` shards a copy of a stage's module in place, as this rank shards the stage, without moving data.
 Shard = Callable[[torch.nn.Module], None]
 

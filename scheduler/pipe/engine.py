@@ -16,7 +16,7 @@ from reshard.errors import ArgumentError
 from ..ir.schedule import Schedule
 from ..runtime.data_parallel import is_fsdp, plain_parameters
 from ..runtime.engine import Engine, ending_calls
-from ..runtime.executor import StageTotals, Step, StepInputs
+from ..runtime.executor import RankStepResult, StageTotals, StepInputs
 from ..runtime.grad_sync import restore_gradients, stash_gradients
 from ..runtime.local_tensors import is_dtensor
 from ..schedules.classic import zb_h1
@@ -46,7 +46,7 @@ class CompileOptions:
         ties: ``{stage: name}`` of each parameter that several stages share.
         device: device of the parameters.
         scales_loss: whether to scale the loss, as float16 needs.
-        memory_limit_bytes: given to ``schedule`` if it is a function.
+        activation_limit_bytes: given to ``schedule`` if it is a function.
         process_group: process group of the ranks; None: the world.
         policy: codecs of each parallel dimension.
         shards, sequence_parts: how stages are sharded; see :class:`DryRun`.
@@ -59,7 +59,7 @@ class CompileOptions:
     ties: Sequence[Mapping[int, str]]
     device: torch.device
     scales_loss: bool = False
-    memory_limit_bytes: int | None = None
+    activation_limit_bytes: int | None = None
     process_group: Any = None
     policy: Policy | None = None
     shards: Mapping[int, Shard | None] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class PipelineEngine:
                 self._tied_elsewhere.setdefault(stage, set()).add(tie[stage])
         self._empty_parameter = torch.nn.Parameter(torch.empty(0, device=options.device))
         self._can_split = not fsdp_stages
-        hints: dict[str, Any] = {"can_split": self._can_split, "memory_limit_bytes": options.memory_limit_bytes}
+        hints: dict[str, Any] = {"can_split": self._can_split, "activation_limit_bytes": options.activation_limit_bytes}
         pp_rank_of_stage = engine.schedule.pp_rank_of_stage
         self._is_chain = list(pp_rank_of_stage) == list(range(len(pp_rank_of_stage)))
         if not self._is_chain:
@@ -363,7 +363,7 @@ class PipelineEngine:
         scale: float = 1.0,
         schedule: Schedule | None = None,
         is_measured: bool = False,
-    ) -> tuple[list[Step], int]:
+    ) -> tuple[list[RankStepResult], int]:
         """Run all parts of a batch. Returns the result of each part, and the number of samples of the batch."""
         tensors, outline = self._feeder.agree(batch, accumulate, is_local, is_measured=is_measured)
         graph = self._planner.graph(outline)
@@ -388,7 +388,7 @@ class PipelineEngine:
             steps.append(self._engine.run(program, inputs))
         return steps, outline.num_samples
 
-    def _exchange_totals(self, steps: Sequence[Step], num_samples: int, finite: bool) -> Totals:
+    def _exchange_totals(self, steps: Sequence[RankStepResult], num_samples: int, finite: bool) -> Totals:
         """The totals of all parts over all ranks. If several ranks have the same loss, only one of them counts."""
         own: list[Any] = []
         if self._rank in ranks_with_own_loss(self._planner.mesh_of(self._rank)):

@@ -25,7 +25,7 @@ from ..runtime.ready_order import Order
 from ..runtime.tied_params import TiedParameter
 from ..schedules.auto import auto_schedule
 from ..schedules.classic import one_f_one_b
-from .agreement import Agreement
+from .agreement import RankExchange
 from .dry_run import Shard
 from .engine import CompileOptions, PipelineEngine
 from .partition.adapters import find_blocks
@@ -201,7 +201,7 @@ class Pipe:
         device: str | torch.device = "cpu",
         group: Any = None,
         topology: Topology | None = None,
-        memory_limit_bytes: int | None = None,
+        activation_limit_bytes: int | None = None,
         compression: Policy | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         order: Order = "planned",
@@ -222,7 +222,8 @@ class Pipe:
             device: device of the parameters.
             group: process group whose ranks the placements name; default: the world.
             topology: hosts and links; default: hosts are found by host name.
-            memory_limit_bytes: limit on the activations of a device. Only a ``schedule`` that is a function gets it.
+            activation_limit_bytes: limit on the activations of a device. A ``schedule`` that is a function gets it
+                if it has a parameter of this name. A schedule that keeps more is an error.
             compression: codecs of each parallel dimension; default: those of the training plan, or none. Transfers
                 between stages are encoded where this shortens the simulated iteration; ``engine.compression`` lists
                 them.
@@ -231,9 +232,10 @@ class Pipe:
         Raises:
             ArgumentError: the model cannot be cut, or the ranks do not fit the placements.
             DisagreementError: ranks pass different arguments.
+            ScheduleError: the schedule keeps more activations than ``activation_limit_bytes``.
         """
         num_microbatches, schedule, compression = self._with_plan(num_microbatches, schedule, compression)
-        agreement = Agreement(group, timeout_seconds)
+        agreement = RankExchange(group, timeout_seconds)
         with agreement.share_error():
             num_microbatches = _check_compile(schedule, num_microbatches)
             check_world(self.meshes, torch.distributed.get_world_size(group))
@@ -266,7 +268,7 @@ class Pipe:
             ties,
             device,
             scales_loss=self.autocast is torch.float16,
-            memory_limit_bytes=memory_limit_bytes,
+            activation_limit_bytes=activation_limit_bytes,
             process_group=group,
             policy=compression,
             shards={stage: self._shard_of(stage, device_mesh) for stage, device_mesh in device_meshes.items()},
@@ -356,11 +358,13 @@ def _schedule_of(training_plan: PlacedStages) -> ScheduleBuilder:
     """A builder of the training plan's schedule. For another number of microbatches, it runs :func:`auto_schedule`."""
 
     def build(
-        pipeline: Pipeline, num_microbatches: int, can_split: bool = True, memory_limit_bytes: int | None = None
+        pipeline: Pipeline, num_microbatches: int, can_split: bool = True, activation_limit_bytes: int | None = None
     ) -> Schedule:
         if num_microbatches == training_plan.num_microbatches:
             return training_plan.schedule
-        return auto_schedule(pipeline, num_microbatches, can_split=can_split, memory_limit_bytes=memory_limit_bytes)
+        return auto_schedule(
+            pipeline, num_microbatches, can_split=can_split, activation_limit_bytes=activation_limit_bytes
+        )
 
     return build
 

@@ -23,8 +23,8 @@ from ..ir.text import format_schedule, parse_schedule
 from ..passes.edge_codecs import CodecChoice, choose_codecs, compress_edges
 from ..runtime.engine import Engine
 from ..runtime.executor import Program
-from ..simulation.validate import check_schedule
-from .partition.batches import BatchOutline, Entry
+from ..simulation.validate import check_peaks, check_schedule
+from .partition.batches import BatchEntry, BatchOutline
 from .partition.stage_graph import FakeModel, StageGraph
 from .profile import ScheduleBuilder, StageProfile
 
@@ -44,7 +44,7 @@ class Planner:
 
     def __init__(self, fake_model: FakeModel, meshes: Sequence[Mesh]) -> None:
         self._fake_model, self.meshes = fake_model, tuple(meshes)
-        self._graphs: collections.OrderedDict[tuple[Entry, ...], StageGraph] = collections.OrderedDict()
+        self._graphs: collections.OrderedDict[tuple[BatchEntry, ...], StageGraph] = collections.OrderedDict()
 
     @property
     def first_rank(self) -> int:
@@ -148,6 +148,7 @@ class Programs:
         if self._engine.rank == self._planner.first_rank:
             try:
                 choice = self._choose(num_microbatches, outline, num_samples)
+                self._check_activations(choice.schedule, outline, num_samples)
                 codecs = [
                     [codec.sender, codec.receiver, codec.is_forward, name] for codec, name in choice.codecs.items()
                 ]
@@ -175,6 +176,15 @@ class Programs:
             raise ArgumentError(
                 f"the schedule {schedule.name!r} has {schedule.num_microbatches} microbatches, but the step has "
                 f"{num_microbatches}"
+            )
+
+    def _check_activations(self, schedule: Schedule, outline: BatchOutline, num_samples: int) -> None:
+        """Raise ScheduleError if a schedule keeps more activations than the options allow, whoever built it."""
+        limit = self._options.get("activation_limit_bytes")
+        if limit is not None:
+            assert self.profile is not None
+            check_peaks(
+                schedule, self._planner.priced(outline, num_samples, self._engine.topology, self.profile), limit
             )
 
     def _choose(self, num_microbatches: int, outline: BatchOutline, num_samples: int) -> CodecChoice:

@@ -16,11 +16,11 @@ import torch
 from reshard.api.mover import Mover
 from reshard.compression import Policy
 from reshard.coordination import (
-    Request,
+    RoundRequest,
     check_inside,
     describe_error,
     explain_lost_store,
-    find_channel,
+    find_call_group,
     find_group,
     leave_interrupted,
     mark_published,
@@ -59,7 +59,7 @@ from .engine_arguments import (
     find_replica_ranks,
     read_loss_weights,
 )
-from .executor import EngineState, Iteration, Program, Step, StepInputs
+from .executor import EngineState, Iteration, Program, RankStepResult, StepInputs
 from .grad_sync import ReplicaSync, wait_for_root_cause
 from .gradient_passes import GradientPasses
 from .observe import gather_timeline, gather_values, name_action
@@ -148,8 +148,8 @@ class Engine:
         except ReshardError as error:
             report_error(self._group, error)
             raise
-        self._channel = find_channel(self._group, ranks)
-        part, hostnames = agree_on_arguments(options, schedule, pipeline, modules, self._group, self._channel)
+        self._call_group = find_call_group(self._group, ranks)
+        part, hostnames = agree_on_arguments(options, schedule, pipeline, modules, self._group, self._call_group)
         self.pp_rank, self._stages, self._device = part.pp_rank, part.stages, part.device
         self._last_weight, self._timeout_seconds = part.last_weight, part.timeout_seconds
         names = [hostnames.get(rank, "") for rank in range(ranks[-1] + 1)]
@@ -238,7 +238,7 @@ class Engine:
         return program.in_ready_order() if self._options.order == "ready" else program
 
     @_ending_step
-    def step(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
+    def step(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> RankStepResult:
         """Run one iteration: forward and backward of every microbatch, then gradient sums over replicas.
 
         Args:
@@ -255,7 +255,7 @@ class Engine:
         return step
 
     @_ending_step
-    def evaluate(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
+    def evaluate(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> RankStepResult:
         """Run the forward of every microbatch without gradients. Arguments and errors are those of :meth:`step`.
 
         The engine does not change the mode of the modules: call ``module.eval()`` first if it matters.
@@ -269,7 +269,7 @@ class Engine:
         fed = {stage: feed.get(stage, ({},) * num) for stage in self._stages}
         return StepInputs(fed, read_loss_weights(loss_weights, num, self._last_weight), train=train)
 
-    def run(self, program: Program, inputs: StepInputs | Callable[[], StepInputs]) -> Step:
+    def run(self, program: Program, inputs: StepInputs | Callable[[], StepInputs]) -> RankStepResult:
         """Run one iteration of a program, the same on all ranks.
 
         Args:
@@ -286,7 +286,7 @@ class Engine:
         try:
             self._iteration = None
             self._iteration = Iteration(self._state, program, inputs() if callable(inputs) else inputs)
-            with publishing_lost_ranks(self._group, self._channel):
+            with publishing_lost_ranks(self._group, self._call_group):
                 return self._iteration.run()
         except BaseException as error:
             cause = self._find_cause(error)
@@ -310,7 +310,7 @@ class Engine:
         """Raise an error that another rank reported, or that names a rank that is gone, if there is one."""
         if self._iteration is not None:
             self._iteration.check_errors()
-        self._channel.check_reported(self._channel.generation)
+        self._call_group.check_reported(self._call_group.generation)
 
     def fail(self, program: Program, error: BaseException) -> None:
         """End a step on all ranks with the error of this rank. The engine cannot be used again."""
@@ -372,9 +372,9 @@ class Engine:
         """
         self._group.check_usable()
         failure = None if error is None else describe_error(error)
-        request = Request(self._group.rank, hostname=self._group.hostname, error=failure, payload=value)
+        request = RoundRequest(self._group.rank, hostname=self._group.hostname, error=failure, payload=value)
         seconds = max(self._timeout_seconds, timeout_seconds or 0.0)
-        _, decision = self._channel.agree(request, gather_values, seconds)
+        _, decision = self._call_group.agree(request, gather_values, seconds)
         return dict(decision.payloads)
 
     def timeline(self) -> PipelineTimeline:
@@ -386,7 +386,7 @@ class Engine:
         """
         if self._iteration is None:
             raise ArgumentError("there is no timeline before the first step")
-        return gather_timeline(self._iteration.measured, self._channel, self._timeout_seconds)
+        return gather_timeline(self._iteration.measured, self._call_group, self._timeout_seconds)
 
     def close(self) -> None:
         """Stop the threads that move tensors."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from reshard.compression import Policy
-from reshard.coordination import Channel, Group, Request, describe_error, resolve
+from reshard.coordination import CallGroup, Group, RoundRequest, describe_error, resolve
 from reshard.errors import ArgumentError
 from reshard.formatting import brief, describe_ranks, format_ranks
 from reshard.planner import Strategy
@@ -118,7 +118,7 @@ class LocalPart:
 
 
 def agree_on_arguments(
-    options: EngineOptions, schedule: Schedule, pipeline: Pipeline, modules: Any, group: Group, channel: Channel
+    options: EngineOptions, schedule: Schedule, pipeline: Pipeline, modules: Any, group: Group, call_group: CallGroup
 ) -> tuple[LocalPart, Mapping[int, str]]:
     """Check the arguments and compare them with those of all ranks. Returns this rank's part, and ``{rank: host}``.
 
@@ -134,8 +134,8 @@ def agree_on_arguments(
         arguments = [*options.describe(schedule, pipeline), ("the type of device", part.device)]
     except Exception as error:  # any error of this rank must reach the other ranks
         failure = describe_error(error)
-    request = Request(group.rank, arguments, hostname=group.hostname, error=failure)
-    _, decision = channel.agree(request, lambda requests: resolve(requests, {}), seconds)
+    request = RoundRequest(group.rank, arguments, hostname=group.hostname, error=failure)
+    _, decision = call_group.agree(request, lambda requests: resolve(requests, {}), seconds)
     assert part is not None
     return part, decision.hostnames
 

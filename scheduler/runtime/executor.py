@@ -32,7 +32,7 @@ from .gradient_passes import GradientPasses
 from .observe import StepRecord, TransferRecord, find_observer
 from .p2p import PendingTransfer, StageTransfers
 from .rank_actions import Computation, RankActions, Transfer, compile_actions, find_sum_places, only_forwards
-from .ready_order import ArrivalWait, ReadyPlan, ReadyQueue, RecvWindows, Turn
+from .ready_order import ArrivalWait, NextComputation, ReadyPlan, ReadyQueue, RecvWindows
 from .stage import StageRun, Tensors
 from .tied_params import TiedParameters
 from .warm_up import warm_up
@@ -64,7 +64,7 @@ class StageTotals:
 
 
 @dataclass(frozen=True)
-class Step:
+class RankStepResult:
     """The result of one iteration on one rank.
 
     Attributes:
@@ -204,7 +204,7 @@ class Iteration:
         self.observe = find_observer(state.rank)
         self.doing: Action | None = None
 
-    def run(self) -> Step:
+    def run(self) -> RankStepResult:
         """Run the iteration. Raises what a module raises, or a ReshardError if another rank failed."""
         begun = time.monotonic()
         to_sum = [parameter for replicas in self.state.replicas for parameter in replicas.parameters()]
@@ -253,7 +253,7 @@ class Iteration:
             totals[stage].add(weight, None if stage_loss is None else float(stage_loss), values)
             for name, value in values.items():
                 metrics[name] = metrics.get(name, 0.0) + (weight * value if weight else 0.0)
-        return Step(losses, loss, metrics, totals, time.monotonic() - begun, self.measured.waited_seconds)
+        return RankStepResult(losses, loss, metrics, totals, time.monotonic() - begun, self.measured.waited_seconds)
 
     def find_places_of_sums(self) -> dict[int, int]:
         """``{stage: index}`` of the actions before which sums of gradients over replicas start in this step.
@@ -313,10 +313,10 @@ class Iteration:
         windows = RecvWindows(plan.recvs, self.move)
         queue = ReadyQueue(
             plan,
-            is_posted=lambda port: port.slot in pending,
-            has_arrived=lambda port: pending[port.slot].has_arrived(),
+            is_posted=lambda end: end.slot in pending,
+            has_arrived=lambda end: pending[end.slot].has_arrived(),
             may_move=passes.may_move,
-            wait=lambda ports: arrivals.wait([pending[port.slot] for port in ports]),
+            wait=lambda ends: arrivals.wait([pending[end.slot] for end in ends]),
         )
         since = self.measured.clock.now()
         for turn in queue:
@@ -325,9 +325,9 @@ class Iteration:
             self.compute(item, since, turn)
             for send in plan.sends[turn.place]:
                 self.move(send)
-            for port in item.inputs:
-                if not port.is_local:
-                    windows.take(port.channel)
+            for end in item.inputs:
+                if not end.is_local:
+                    windows.take(end.channel)
             since = self.measured.clock.now()
 
     def warm_up(self) -> None:
@@ -373,7 +373,7 @@ class Iteration:
                 transfer.wait()
             self.measured.note(action, begun, begun)
 
-    def compute(self, item: Computation, since: Any, turn: Turn | None = None) -> None:
+    def compute(self, item: Computation, since: Any, turn: NextComputation | None = None) -> None:
         """Wait for the inputs of a computation, then run it.
 
         Args:
@@ -454,19 +454,19 @@ class Iteration:
     def collect(self, item: Computation) -> dict[int, Tensors]:
         """Wait for the inputs of a computation, and return them by the stage that sends them."""
         found = {}
-        for port in item.inputs:
-            transfer = self.pending.pop(port.slot)
-            with self.observe("wait for", port.channel, item.action.microbatch):
-                found[port.other] = transfer.take()
+        for end in item.inputs:
+            transfer = self.pending.pop(end.slot)
+            with self.observe("wait for", end.channel, item.action.microbatch):
+                found[end.other] = transfer.take()
         return found
 
     def pass_on(self, item: Computation, sent: Mapping[int, Tensors]) -> None:
         """Keep the outputs of a computation until they are sent. Pass them at once to stages of the same pp rank."""
         now = self.measured.clock.now()
-        for port in item.outputs:
-            tensors = sent[port.other]
+        for end in item.outputs:
+            tensors = sent[end.other]
             versions = {name: torch_compat.version_of(array) for name, array in tensors.items()}
-            transfer = item.transfers.send(port.channel, tensors) if port.is_local else PendingTransfer(None, tensors)
-            transfer.check_at_end(port.channel, tensors, versions)
+            transfer = item.transfers.send(end.channel, tensors) if end.is_local else PendingTransfer(None, tensors)
+            transfer.check_at_end(end.channel, tensors, versions)
             transfer.computed_at = now
-            self.pending[port.slot] = transfer
+            self.pending[end.slot] = transfer

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.api.arrays.tensor_checks import has_overlapping_elements
-from reshard.coordination import Group, Monitor, Request, all_gather_json, find_channel, resolve
+from reshard.coordination import Group, Monitor, RoundRequest, all_gather_json, find_call_group, resolve
 from reshard.errors import ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.formatting import describe_ranks
 from reshard.sharding import Mesh
@@ -32,10 +32,10 @@ from .compression_policy import CompressedSums
 from .data_parallel import REPLICATED, fsdp_ranks
 
 #: Intervals at which a waiting replica polls its collective, and checks for errors of other ranks.
-POLL_SECONDS = 0.0005
-CHECK_SECONDS = 0.2
+SUM_POLL_INTERVAL_SECONDS = 0.0005
+SUM_CHECK_INTERVAL_SECONDS = 0.2
 #: Time limit for another rank to report the root cause after a connection of this rank broke.
-ROOT_CAUSE_SECONDS = 1.5
+SUM_ROOT_CAUSE_GRACE_SECONDS = 1.5
 #: Largest number of bytes of gradients in one all-reduce, unless one gradient is larger.
 REPLICA_BUCKET_BYTES = 2**25
 
@@ -127,12 +127,12 @@ class ReplicaSync:
     ) -> None:
         self.stage, self._module, self._device = stage, module, device
         self._timeout_seconds, self.encoded = timeout_seconds, encoded
-        self._group, self._channel = group, find_channel(group, ranks)
+        self._group, self._call_group = group, find_call_group(group, ranks)
         outline = [(f"{what} of stage {stage}", text) for what, text in self._outline()]
-        request = Request(group.rank, outline, hostname=group.hostname)
-        _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
+        request = RoundRequest(group.rank, outline, hostname=group.hostname)
+        _, decision = self._call_group.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
         self._generation, self._in_step = decision.generation, False
-        self._connections = self._channel.collectives(decision.generation, torch.device(device), timeout_seconds)
+        self._connections = self._call_group.collectives(decision.generation, torch.device(device), timeout_seconds)
         self._started: deque[_StartedSum] = deque()
         self._forms = _Forms()  # of the sum that has started
         group.resources.add_user(self)
@@ -142,15 +142,15 @@ class ReplicaSync:
     @property
     def members(self) -> tuple[int, ...]:
         """Ranks of all replicas."""
-        return self._channel.members
+        return self._call_group.members
 
     def reported_error(self) -> ReshardError | None:
         """The error that another replica reported, if any."""
-        return self._channel.reported_error(self._generation)
+        return self._call_group.reported_error(self._generation)
 
     def stop(self, error: ReshardError) -> None:
         """Fail the collectives of this step on all replicas."""
-        self._channel.fail(self._generation, error)
+        self._call_group.fail(self._generation, error)
 
     def poll(self) -> bool:
         """Always False: there is nothing to poll, because the thread of the step waits for its collectives itself."""
@@ -169,11 +169,11 @@ class ReplicaSync:
 
     def check_errors(self) -> None:
         """Raise an error that another replica reported, if any."""
-        self._channel.check_reported(self._generation)
+        self._call_group.check_reported(self._generation)
 
     def fail(self, error: BaseException) -> None:
         """Fail the collectives of this step on all replicas."""
-        self._channel.fail(self._generation, error)
+        self._call_group.fail(self._generation, error)
 
     def begin(self, check_errors: CheckErrors, sum_place: int | None = None) -> None:
         """Before the first forward, check that replicas match, and broadcast the buffers of the first replica.
@@ -201,7 +201,8 @@ class ReplicaSync:
         for (what, text), high, low in zip(outline, extremes.tolist()[::2], extremes.tolist()[1::2], strict=True):
             if high != -low:
                 raise DisagreementError(
-                    f"replicas of stage {self.stage} have different {what}; rank {self._channel.group.rank} has {text}"
+                    f"replicas of stage {self.stage} have different {what}; "
+                    f"rank {self._call_group.group.rank} has {text}"
                 )
         self._broadcast_buffers(check_errors)
 
@@ -352,7 +353,7 @@ class ReplicaSync:
         for buffers in by_device.values():
             flat = torch.cat([_bytes_of(buffer) for buffer in buffers])
             self._wait(self._broadcast(flat), "share its buffers", check_errors)
-            if self._channel.group.rank != self.members[0]:
+            if self._call_group.group.rank != self.members[0]:
                 parts = flat.split([math.prod(buffer.shape) * buffer.itemsize for buffer in buffers])
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
@@ -401,10 +402,10 @@ class ReplicaSync:
                     raise TransferTimeoutError(
                         f"a replica of stage {self.stage} did not {purpose} within {self._timeout_seconds:g} s"
                     )
-                if now - checked > CHECK_SECONDS:
+                if now - checked > SUM_CHECK_INTERVAL_SECONDS:
                     checked = now
                     check_errors()
-                time.sleep(POLL_SECONDS)
+                time.sleep(SUM_POLL_INTERVAL_SECONDS)
             work.wait()
         except RuntimeError as error:
             if isinstance(error, ReshardError):
@@ -417,17 +418,17 @@ class ReplicaSync:
     def _check_exited(self, purpose: str, check_errors: CheckErrors) -> None:
         """Raise the error that another rank reported, or else one that names a replica whose process exited."""
         check_errors()
-        rank = self._channel.rendezvous.links.find_left()
+        rank = self._call_group.rendezvous.links.find_left()
         if rank is not None:
             raise RemoteError(f"rank {rank}, a replica of stage {self.stage}, exited before it could {purpose}")
 
 
 def wait_for_root_cause(check_errors: CheckErrors) -> None:
-    """After a connection broke, give other ranks ``ROOT_CAUSE_SECONDS`` to report the root cause, and raise it."""
-    deadline = time.monotonic() + ROOT_CAUSE_SECONDS
+    """After a connection broke, wait ``SUM_ROOT_CAUSE_GRACE_SECONDS`` for the cause from another rank, and raise it."""
+    deadline = time.monotonic() + SUM_ROOT_CAUSE_GRACE_SECONDS
     while time.monotonic() < deadline:
         check_errors()
-        time.sleep(CHECK_SECONDS)
+        time.sleep(SUM_CHECK_INTERVAL_SECONDS)
 
 
 def stash_gradients(parameters: Iterable[torch.Tensor]) -> Gradients:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.api.handle import times_of
-from reshard.coordination import Channel as AgreementChannel, Decision, Request, resolve
+from reshard.coordination import CallGroup, Decision, RoundRequest, resolve
 from reshard.errors import RemoteError, ReshardError
 
 from ..ir.actions import Action, Kind, StageChannel
@@ -182,8 +182,8 @@ _TransferTimes = tuple[StageChannel, int, bool, float | None, float | None, floa
 _RankTimes = tuple[int, list[ActionRecord], list[_TransferTimes], str, float]
 
 
-def gather_timeline(measured: StepRecord, channel: AgreementChannel, timeout_seconds: float) -> PipelineTimeline:
-    """The timeline of a step. Every rank of the channel must call this.
+def gather_timeline(measured: StepRecord, call_group: CallGroup, timeout_seconds: float) -> PipelineTimeline:
+    """The timeline of a step. Every rank of the call group must call this.
 
     Ranks of one host share a clock. A rendezvous aligns the clocks of different hosts to about a millisecond. The
     actions of a pp rank are those of its first rank. A transfer starts when both ends have begun, and ends when the
@@ -191,7 +191,7 @@ def gather_timeline(measured: StepRecord, channel: AgreementChannel, timeout_sec
 
     Args:
         measured: the record of this rank, finished.
-        channel: channel of all ranks of the pipeline.
+        call_group: call group of all ranks of the pipeline.
         timeout_seconds: limit of each of two rounds.
 
     Returns:
@@ -205,16 +205,16 @@ def gather_timeline(measured: StepRecord, channel: AgreementChannel, timeout_sec
         handle, computed = record.transfer.handle, record.transfer.computed_at
         begun, ended = (None, None) if handle is None else times_of(handle)
         transfers.append((record.channel, record.microbatch, record.is_send, computed, begun, ended))
-    rank = channel.group.rank
-    channel.agree(
-        Request(rank), gather_values, timeout_seconds
+    rank = call_group.group.rank
+    call_group.agree(
+        RoundRequest(rank), gather_values, timeout_seconds
     )  # a rendezvous: all ranks leave it at about the same time
     own = (measured.pp_rank, measured.actions, transfers, _boot_id(), time.monotonic())
-    _, decision = channel.agree(Request(rank, payload=_to_json(own)), gather_values, timeout_seconds)
+    _, decision = call_group.agree(RoundRequest(rank, payload=_to_json(own)), gather_values, timeout_seconds)
     return _merge([_from_json(decision.payloads[rank]) for rank in sorted(decision.payloads)])
 
 
-def gather_values(requests: list[Request]) -> Decision:
+def gather_values(requests: list[RoundRequest]) -> Decision:
     """A decision with the value of each rank."""
     return dataclasses.replace(resolve(requests, {}), payloads={request.rank: request.payload for request in requests})
 

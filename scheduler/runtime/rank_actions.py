@@ -13,7 +13,7 @@ from .stage import SentShards, StageRun
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class ChannelEnd:
     """One end of a channel for one microbatch.
 
     Attributes:
@@ -36,7 +36,7 @@ class Transfer:
     Attributes:
         action: the action.
         is_send: whether this end sends.
-        channel, slot: see :class:`Port`.
+        channel, slot: see :class:`ChannelEnd`.
         transfers: the Movers for the microbatch.
     """
 
@@ -63,8 +63,8 @@ class Computation:
 
     action: Action
     run: StageRun
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
+    inputs: tuple[ChannelEnd, ...]
+    outputs: tuple[ChannelEnd, ...]
     sent: SentShards
     transfers: StageTransfers
     is_split: bool
@@ -103,13 +103,15 @@ def compile_actions(
     def slot_of(channel: StageChannel, microbatch: int) -> int:
         return slots.setdefault((channel, microbatch), len(slots))
 
-    def ports(action: Action, others: Sequence[int], *, is_forward: bool, is_input: bool) -> tuple[Port, ...]:
+    def channel_ends(
+        action: Action, others: Sequence[int], *, is_forward: bool, is_input: bool
+    ) -> tuple[ChannelEnd, ...]:
         found = []
         for other in others:
             ends = (other, action.stage) if is_input else (action.stage, other)
             channel = StageChannel(*ends, is_forward)
             is_local = schedule.pp_rank_of_stage[other] == pp_rank
-            found.append(Port(other, channel, slot_of(channel, action.microbatch), is_local))
+            found.append(ChannelEnd(other, channel, slot_of(channel, action.microbatch), is_local))
         return tuple(found)
 
     def compile_action(action: Action) -> Transfer | Computation:
@@ -118,14 +120,14 @@ def compile_actions(
         if action.kind.is_transfer:
             channel = action.channel
             return Transfer(action, action.kind.is_send, channel, slot_of(channel, microbatch), movers)
-        inputs: tuple[Port, ...] = ()
-        outputs: tuple[Port, ...] = ()
+        inputs: tuple[ChannelEnd, ...] = ()
+        outputs: tuple[ChannelEnd, ...] = ()
         if action.kind is not Kind.W:
             forward = action.kind is Kind.F
             earlier, later = pipelines[0].inputs[stage], pipelines[0].outputs[stage]
             sources, targets = (earlier, later) if forward else (later, earlier)
-            inputs = ports(action, sources, is_forward=forward, is_input=True)
-            outputs = ports(action, targets, is_forward=forward, is_input=False)
+            inputs = channel_ends(action, sources, is_forward=forward, is_input=True)
+            outputs = channel_ends(action, targets, is_forward=forward, is_input=False)
         return Computation(
             action,
             stages[stage],

@@ -30,7 +30,7 @@ from ..ir.actions import Action, Kind, StageChannel
 from ..ir.communication import RECVS_AHEAD
 from ..ir.schedule import Schedule, in_flight_change
 from .p2p import PendingTransfer
-from .rank_actions import Computation, Port, RankActions, Transfer
+from .rank_actions import ChannelEnd, Computation, RankActions, Transfer
 
 #: ``"planned"``: compute in the order of the schedule; ``"ready"``: compute what has arrived.
 Order = Literal["planned", "ready"]
@@ -41,7 +41,7 @@ _POLL_SECONDS, _CHECK_SECONDS = 0.0005, 0.2
 
 
 @dataclass(frozen=True)
-class Queue:
+class ComputationQueue:
     """Computations of a rank that keep their order.
 
     Attributes:
@@ -84,7 +84,7 @@ class ReadyPlan:
     computations: tuple[Computation, ...]
     changes: tuple[float, ...]
     limit: float
-    queues: tuple[Queue, ...]
+    queues: tuple[ComputationQueue, ...]
     recvs: Mapping[StageChannel, RecvOrder]
     sends: tuple[tuple[Transfer, ...], ...]
     shared: frozenset[int]
@@ -111,7 +111,7 @@ class ReadyPlan:
             _make_queues(computations, groups),
             _order_recvs(computations, transfers, schedule),
             tuple(
-                tuple(sends[port.channel, item.action.microbatch] for port in item.outputs if not port.is_local)
+                tuple(sends[end.channel, item.action.microbatch] for end in item.outputs if not end.is_local)
                 for item in computations
             ),
             frozenset(stage for stage, group in groups.items() if [*groups.values()].count(group) > 1),
@@ -134,7 +134,7 @@ def _group_by_parameters(computations: Sequence[Computation]) -> dict[int, int]:
     return groups
 
 
-def _make_queues(computations: Sequence[Computation], groups: Mapping[int, int]) -> tuple[Queue, ...]:
+def _make_queues(computations: Sequence[Computation], groups: Mapping[int, int]) -> tuple[ComputationQueue, ...]:
     members: dict[tuple[Kind, int], list[int]] = {}
     for index, item in enumerate(computations):
         kind, group = item.action.kind, groups[item.action.stage]
@@ -142,7 +142,7 @@ def _make_queues(computations: Sequence[Computation], groups: Mapping[int, int])
         members.setdefault(key, []).append(index)
     numbers = {key: number for number, key in enumerate(members)}
     return tuple(
-        Queue(tuple(indices), numbers[Kind.B, group] if kind is Kind.W else None)
+        ComputationQueue(tuple(indices), numbers[Kind.B, group] if kind is Kind.W else None)
         for (kind, group), indices in members.items()
     )
 
@@ -153,9 +153,9 @@ def _order_recvs(
     recvs = {(item.channel, item.action.microbatch): _unblocked(item) for item in transfers if not item.is_send}
     taken: dict[StageChannel, list[int]] = {}  # microbatches, in the order in which this rank takes them
     for item in computations:
-        for port in item.inputs:
-            if not port.is_local:
-                taken.setdefault(port.channel, []).append(item.action.microbatch)
+        for end in item.inputs:
+            if not end.is_local:
+                taken.setdefault(end.channel, []).append(item.action.microbatch)
     orders = {}
     for channel, microbatches in taken.items():
         kinds = (Kind.F,) if channel.is_forward else (Kind.B, Kind.I)
@@ -167,7 +167,7 @@ def _order_recvs(
     return orders
 
 
-class Turn(NamedTuple):
+class NextComputation(NamedTuple):
     """The computation to run next.
 
     Attributes:
@@ -196,10 +196,10 @@ class ReadyQueue:
     def __init__(
         self,
         plan: ReadyPlan,
-        is_posted: Callable[[Port], bool],
-        has_arrived: Callable[[Port], bool],
+        is_posted: Callable[[ChannelEnd], bool],
+        has_arrived: Callable[[ChannelEnd], bool],
         may_move: Callable[[int], bool],
-        wait: Callable[[Sequence[Port]], None],
+        wait: Callable[[Sequence[ChannelEnd]], None],
     ) -> None:
         self._plan, self._is_posted, self._has_arrived = plan, is_posted, has_arrived
         self._may_move, self._wait = may_move, wait
@@ -208,17 +208,17 @@ class ReadyQueue:
         self._in_use = 0.0
         self._done: set[tuple[Kind, int, int]] = set()
 
-    def __iter__(self) -> Iterator[Turn]:
+    def __iter__(self) -> Iterator[NextComputation]:
         """The computations, each of which the caller runs before it asks for the next one."""
         while self._undone:
             turn = self.find_turn()
-            while not isinstance(turn, Turn):
+            while not isinstance(turn, NextComputation):
                 self._wait(turn)
                 turn = self.find_turn()
             yield turn
             self.end(turn)
 
-    def find_turn(self) -> Turn | list[Port]:
+    def find_turn(self) -> NextComputation | list[ChannelEnd]:
         """The computation that comes first in the plan and has its inputs; or inputs, if one of them must come first.
 
         If only one computation may run, it is returned even if it lacks inputs.
@@ -229,15 +229,15 @@ class ReadyQueue:
             if at < len(queue.indices)
         ]
         heads = sorted(head for head in heads if self._may_run(*head))
-        missing: list[Port] = []
+        missing: list[ChannelEnd] = []
         for index, number in heads:
-            lacks = [port for port in self._plan.computations[index].inputs if not self._has_arrived(port)]
+            lacks = [end for end in self._plan.computations[index].inputs if not self._has_arrived(end)]
             if not lacks or len(heads) == 1:
-                return Turn(index, number, self._is_moved(index, number))
+                return NextComputation(index, number, self._is_moved(index, number))
             missing += lacks
         return missing
 
-    def end(self, turn: Turn) -> None:
+    def end(self, turn: NextComputation) -> None:
         """Note that a computation has run."""
         action = self._plan.computations[turn.place].action
         self._done.add((action.kind, action.stage, action.microbatch))

@@ -15,7 +15,7 @@ from ..ir.communication import add_transfers
 from ..ir.schedule import Schedule
 from ..simulation.lower_bound import find_lower_bound
 from .classic import check_microbatches
-from .list_scheduling import Policy
+from .list_scheduling import DispatchRule
 from .orders import Order, OrderModel
 from .registry import known_orders
 
@@ -34,7 +34,7 @@ _COMPUTATIONS, _MIN_TRIES, _MAX_TRIES = 400_000, 24, 400
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SimulatedOrder:
     """An order of computations, as simulated.
 
     Attributes:
@@ -46,21 +46,21 @@ class Candidate:
     """
 
     order: Order
-    policy: Policy | None
+    policy: DispatchRule | None
     seconds: float
     peak_bytes: float
     num_actions: int
 
-    def is_better(self, other: Candidate) -> bool:
+    def is_better(self, other: SimulatedOrder) -> bool:
         """Whether it is faster or, if both are equally fast, uses less memory or fewer actions."""
         if abs(self.seconds - other.seconds) > _SAME * other.seconds:
             return self.seconds < other.seconds
         return (self.peak_bytes, self.num_actions) < (other.peak_bytes, other.num_actions)
 
 
-def best(candidates: Iterable[Candidate]) -> Candidate | None:
+def best(candidates: Iterable[SimulatedOrder]) -> SimulatedOrder | None:
     """The best of some candidates; of equal candidates, the first."""
-    chosen: Candidate | None = None
+    chosen: SimulatedOrder | None = None
     for candidate in candidates:
         if chosen is None or candidate.is_better(chosen):
             chosen = candidate
@@ -71,7 +71,7 @@ def auto_schedule(
     pipeline: Pipeline,
     num_microbatches: int,
     *,
-    memory_limit_bytes: float | Sequence[float] | None = None,
+    activation_limit_bytes: float | Sequence[float] | None = None,
     pp_rank_of_stage: Sequence[int] | None = None,
     can_split: bool = True,
 ) -> Schedule:
@@ -83,7 +83,7 @@ def auto_schedule(
 
     Args:
         pipeline, num_microbatches: what to schedule.
-        memory_limit_bytes: limit of the activations that a device keeps at once, or one limit for each pp rank.
+        activation_limit_bytes: limit of the activations that a device keeps at once, or one limit for each pp rank.
             Default: the bytes of the fullest pp rank if each stage has as many microbatches in flight as under 1F1B,
             or as it needs to hide its communication if that is more.
         pp_rank_of_stage: pp rank that computes each stage; default: one stage per pp rank.
@@ -97,8 +97,8 @@ def auto_schedule(
     if not isinstance(can_split, bool):
         raise ArgumentError(f"can_split is {brief(can_split)}; it must be True or False")
     pp_ranks = check_placement(pipeline, pp_rank_of_stage)
-    limits = None if memory_limit_bytes is None else check_limits(memory_limit_bytes, max(pp_ranks) + 1)
-    search = _Search(pipeline, num_microbatches, pp_ranks, can_split, limits)
+    limits = None if activation_limit_bytes is None else check_limits(activation_limit_bytes, max(pp_ranks) + 1)
+    search = _AllLevels(pipeline, num_microbatches, pp_ranks, can_split, limits)
     schedule = search.run()
     if schedule is None:
         assert limits is not None
@@ -113,7 +113,7 @@ def _limit_text(limits: tuple[float, ...]) -> str:
     return f"{limits[0]:,}" if len(set(limits)) == 1 else brief(list(limits))
 
 
-class _Search:
+class _AllLevels:
     """A search at levels of memory that depend on the pipeline only, not on the limit.
 
     The search of a level uses no result of another level. The levels within a larger limit include the levels within a
@@ -135,21 +135,21 @@ class _Search:
         self.known = list(self.measure_known())
         self.limits = (self.default_bytes(),) * self.num_pp_ranks if limits is None else limits
 
-    def run(self) -> Candidate | None:
+    def run(self) -> SimulatedOrder | None:
         """The best candidate of the lowest level that is fast enough."""
         levels = self.levels()
         top = max(self.limits)
         within = [level for level in levels if level <= top]
         if len(set(self.limits)) > 1 and top not in within:
             within.append(top)
-        best_of_level: dict[float, Candidate] = {}
+        best_of_level: dict[float, SimulatedOrder] = {}
         fastest, fastest_known = math.inf, math.inf
         for level in reversed(within):
             limits = tuple(min(limit, level) for limit in self.limits)
             bound = find_lower_bound(
                 self.pipeline,
                 self.num,
-                memory_limit_bytes=limits,
+                activation_limit_bytes=limits,
                 pp_rank_of_stage=self.pp_ranks,
                 can_split=self.can_split,
             )
@@ -167,7 +167,7 @@ class _Search:
         lowest = min(level for level, candidate in best_of_level.items() if candidate.seconds <= allowed)
         return self.join_backwards(best_of_level[lowest])
 
-    def measure_known(self) -> Iterator[tuple[Candidate, list[float]]]:
+    def measure_known(self) -> Iterator[tuple[SimulatedOrder, list[float]]]:
         """The known schedules of the placement that do not deadlock, each with the peak bytes of each pp rank."""
         for _, rank_actions in known_orders(self.pp_ranks, self.num, can_split=self.can_split):
             order = self.model.numbers(rank_actions)
@@ -175,12 +175,12 @@ class _Search:
             if candidate is not None:
                 yield candidate, self.model.peak_bytes(order)
 
-    def measure(self, order: Order, policy: Policy | None) -> Candidate | None:
+    def measure(self, order: Order, policy: DispatchRule | None) -> SimulatedOrder | None:
         """A candidate; None if its order deadlocks."""
         seconds = self.model.makespan_seconds(order)
         if seconds == math.inf:
             return None
-        return Candidate(order, policy, seconds, sum(self.model.peak_bytes(order)), sum(map(len, order)))
+        return SimulatedOrder(order, policy, seconds, sum(self.model.peak_bytes(order)), sum(map(len, order)))
 
     def default_bytes(self) -> float:
         """Bytes that each pp rank may keep if no limit is given; see :func:`auto_schedule`."""
@@ -210,7 +210,7 @@ class _Search:
             ascending += [low * (high / low) ** (step / steps) for step in range(1, steps)]
         return sorted(ascending)
 
-    def join_backwards(self, candidate: Candidate) -> Candidate:
+    def join_backwards(self, candidate: SimulatedOrder) -> SimulatedOrder:
         """Merge adjacent I and W passes of the first microbatches into B on each pp rank, if that shortens the step."""
         for pp_rank in range(self.num_pp_ranks):
             good, bad, tried = 0, self.num + 1, self.num  # bisection over the number of microbatches
@@ -234,23 +234,23 @@ class _LevelSearch:
     """The search within one limit of each pp rank."""
 
     def __init__(
-        self, search: _Search, limits: tuple[float, ...], known: Sequence[Candidate], bound_seconds: float
+        self, search: _AllLevels, limits: tuple[float, ...], known: Sequence[SimulatedOrder], bound_seconds: float
     ) -> None:
         self.search, self.limits, self.known = search, limits, known
         self.enough_seconds = bound_seconds * (1 + _SAME)
         num_computations = 3 * search.num * len(search.pp_ranks)
         self.tries_left = min(_MAX_TRIES, max(_MIN_TRIES, _COMPUTATIONS // num_computations))
-        self.tried: set[Policy] = set()
-        self.listed: Candidate | None = None  # the best by list scheduling
+        self.tried: set[DispatchRule] = set()
+        self.listed: SimulatedOrder | None = None  # the best by list scheduling
 
-    def run(self) -> Candidate | None:
+    def run(self) -> SimulatedOrder | None:
         """The best candidate; None if there is none."""
         for policy in self.policies():
             self.try_policy(policy)
         self.improve()
         return best(self.known if self.listed is None else [*self.known, self.listed])
 
-    def try_policy(self, policy: Policy) -> bool:
+    def try_policy(self, policy: DispatchRule) -> bool:
         """Keep the order of a policy if it is the best so far. Returns whether it is."""
         if policy in self.tried or self.tries_left <= 0 or self.is_optimal:
             return False
@@ -268,7 +268,7 @@ class _LevelSearch:
         """Whether the best by list scheduling is as fast as the lower bound."""
         return self.listed is not None and self.listed.seconds <= self.enough_seconds
 
-    def policies(self) -> Iterator[Policy]:
+    def policies(self) -> Iterator[DispatchRule]:
         """Policies with all choices, the most promising first."""
         num, count = len(self.search.pp_ranks), self.search.num
         everything = (count,) * num
@@ -277,7 +277,7 @@ class _LevelSearch:
         splits = ((True,) * num, (False,) * num) if self.search.can_split else ((False,) * num,)
         for max_in_flight in dict.fromkeys([everything, *reversed(depths)]):
             for split, group in itertools.product(splits, groups):
-                base = Policy(max_in_flight, self.limits, split, group=group)
+                base = DispatchRule(max_in_flight, self.limits, split, group=group)
                 if not split[0]:
                     yield from (replace(base, forward_first=first) for first in (False, True))
                     continue
@@ -292,7 +292,7 @@ class _LevelSearch:
         while improved and self.tries_left > 0 and self.listed is not None:
             improved = any(self.try_policy(change) for change in self.changes(self.listed))
 
-    def changes(self, candidate: Candidate) -> Iterator[Policy]:
+    def changes(self, candidate: SimulatedOrder) -> Iterator[DispatchRule]:
         """Policies with the depth of one stage changed by one, or its backward not split."""
         policy = candidate.policy
         assert policy is not None

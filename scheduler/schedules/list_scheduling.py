@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Policy:
+class DispatchRule:
     """How an idle pp rank chooses its next computation.
 
     If several forwards are ready, or several backwards, the oldest group of ``group`` microbatches goes first. In a

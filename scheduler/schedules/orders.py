@@ -12,7 +12,7 @@ from reshard import _native
 from ..graph import Pipeline
 from ..ir.actions import Action, Kind, compute_seconds
 from ..ir.communication import RECVS_AHEAD
-from .list_scheduling import Policy
+from .list_scheduling import DispatchRule
 from .phases import alternate
 
 #: Kinds of computations by number.
@@ -45,7 +45,7 @@ class OrderModel:
             num_microbatches=num_microbatches,
         )
 
-    def order(self, policy: Policy) -> Order | None:
+    def order(self, policy: DispatchRule) -> Order | None:
         """The computations of each pp rank, by list scheduling; None if the policy deadlocks.
 
         A stage computes its microbatches in order.

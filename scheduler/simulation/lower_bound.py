@@ -47,7 +47,7 @@ def find_lower_bound(
     pipeline: Pipeline,
     num_microbatches: int,
     *,
-    memory_limit_bytes: float | Sequence[float] | None = None,
+    activation_limit_bytes: float | Sequence[float] | None = None,
     pp_rank_of_stage: Sequence[int] | None = None,
     can_split: bool = True,
 ) -> LowerBound:
@@ -55,7 +55,7 @@ def find_lower_bound(
 
     Args:
         pipeline, num_microbatches: what to schedule.
-        memory_limit_bytes: limit of the activations that a device keeps at once, or one limit for each pp rank;
+        activation_limit_bytes: limit of the activations that a device keeps at once, or one limit for each pp rank;
             default: no limit.
         pp_rank_of_stage: pp rank that computes each stage; default: one stage per pp rank.
         can_split: whether a backward may be split into an input-gradient pass and a weight-gradient pass.
@@ -67,7 +67,7 @@ def find_lower_bound(
     stages_of = [
         [stage for stage, pp_rank in enumerate(pp_ranks) if pp_rank == number] for number in range(max(pp_ranks) + 1)
     ]
-    limits = check_limits(math.inf if memory_limit_bytes is None else memory_limit_bytes, len(stages_of))
+    limits = check_limits(math.inf if activation_limit_bytes is None else activation_limit_bytes, len(stages_of))
     times = _Times(pipeline, pp_ranks, can_split)
     return LowerBound(
         max(h + t + a for h, t, a in zip(times.head, times.trip, times.after, strict=True)),

@@ -11,7 +11,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of, format_bytes, format_seconds
 
 from ..graph import Pipeline, check_limits
-from ..ir.drawing import MAX_PP_RANKS, STYLE, Piece, draw_kinds, draw_rows
+from ..ir.drawing import MAX_PP_RANKS, STYLE, DrawnSpan, draw_kinds, draw_rows
 from ..ir.schedule import Schedule
 from .replay import PipelineTimeline
 
@@ -23,14 +23,14 @@ def to_html(
     schedule: Schedule,
     timeline: PipelineTimeline,
     pipeline: Pipeline | None = None,
-    memory_limit_bytes: float | Sequence[float] | None = None,
+    activation_limit_bytes: float | Sequence[float] | None = None,
 ) -> str:
     """A self-contained HTML page of at most 2 MB: one row per pp rank over time, with actions coloured by kind.
 
     Args:
         schedule, timeline: a schedule, and its predicted or measured times.
         pipeline: given, each row shows the peak of the activations that a device keeps.
-        memory_limit_bytes: limit of these activations, or one limit for each pp rank; drawn beside the peak.
+        activation_limit_bytes: limit of these activations, or one limit for each pp rank; drawn beside the peak.
 
     Returns:
         The text of the page, to be written to a file.
@@ -43,10 +43,10 @@ def to_html(
         raise ArgumentError(f"a PipelineTimeline is needed, not {type(timeline).__name__}")
     if not isinstance(schedule, Schedule):
         raise ArgumentError(f"a Schedule is needed, not {type(schedule).__name__}")
-    if memory_limit_bytes is not None and pipeline is None:
-        raise ArgumentError("memory_limit_bytes needs pipeline, which has the bytes of activations")
+    if activation_limit_bytes is not None and pipeline is None:
+        raise ArgumentError("activation_limit_bytes needs pipeline, which has the bytes of activations")
     num_pp_ranks = len(schedule.rank_actions)
-    limits = check_limits(math.inf if memory_limit_bytes is None else memory_limit_bytes, num_pp_ranks)
+    limits = check_limits(math.inf if activation_limit_bytes is None else activation_limit_bytes, num_pp_ranks)
     end = timeline.makespan_seconds or 1.0
     pieces = _pieces_of(timeline)
     beside = [f"{seconds / end:.0%} busy" for seconds in _busy_seconds(timeline, num_pp_ranks)]
@@ -72,15 +72,15 @@ def to_html(
     return draw_page(f"schedule {schedule.name}", body, style)
 
 
-def _pieces_of(timeline: PipelineTimeline) -> list[Piece]:
+def _pieces_of(timeline: PipelineTimeline) -> list[DrawnSpan]:
     pieces = []
     for span in timeline.spans[:MAX_SPANS]:
         if span.exposed_seconds:
             wait = f"{span.action} waits {format_seconds(span.exposed_seconds)} for a transfer"
-            pieces.append(Piece(span.pp_rank, span.start - span.exposed_seconds, span.start, None, wait))
+            pieces.append(DrawnSpan(span.pp_rank, span.start - span.exposed_seconds, span.start, None, wait))
         if not span.action.kind.is_transfer:
             text = f"{span.action}: {format_seconds(span.start)} to {format_seconds(span.end)}"
-            pieces.append(Piece(span.pp_rank, span.start, span.end, span.action, text))
+            pieces.append(DrawnSpan(span.pp_rank, span.start, span.end, span.action, text))
     return pieces
 
 

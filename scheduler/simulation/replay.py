@@ -77,10 +77,10 @@ def simulate_schedule(schedule: Schedule, pipeline: Pipeline) -> PipelineTimelin
             error text shows the position of every pp rank.
     """
     check_fits(schedule, pipeline)
-    return _Replay(schedule, pipeline).run()
+    return _ScheduleReplay(schedule, pipeline).run()
 
 
-class _Replay:
+class _ScheduleReplay:
     """The state of one simulation. ``at`` is the index of each pp rank's current action.
 
     A pp rank or a channel is examined again only after an event for which it may have waited.

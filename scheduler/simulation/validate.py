@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 
 from reshard.errors import ScheduleError
+from reshard.formatting import format_ranks
 
-from ..graph import Pipeline, check_limit
+from ..graph import Pipeline, check_limits
 from ..ir.actions import Action, Kind, StageChannel
 from ..ir.schedule import Schedule, check_fits
 from .replay import simulate_schedule
@@ -15,7 +18,9 @@ from .replay import simulate_schedule
 _SHOWN = 6
 
 
-def check_schedule(schedule: Schedule, pipeline: Pipeline, memory_limit_bytes: int | None = None) -> None:
+def check_schedule(
+    schedule: Schedule, pipeline: Pipeline, activation_limit_bytes: float | Sequence[float] | None = None
+) -> None:
     """Check a schedule completely.
 
     * Each stage computes every microbatch once, on its own pp rank: a forward, then a whole backward, or an
@@ -24,15 +29,15 @@ def check_schedule(schedule: Schedule, pipeline: Pipeline, memory_limit_bytes: i
       of its tensors, and a receive before the computation that needs them. Both ends of a channel use the same order.
       There are no other transfers.
     * The schedule does not deadlock, not even where transfers block.
-    * No device keeps more than ``memory_limit_bytes`` of activations at once.
+    * No device keeps more than ``activation_limit_bytes`` of activations at once.
 
     Raises:
         ScheduleError: the schedule breaks a rule. The text names the first broken rule and shows the wrong action.
         ArgumentError: an argument has the wrong type, or the memory limit is negative.
     """
     check_fits(schedule, pipeline)
-    if memory_limit_bytes is not None:
-        check_limit(memory_limit_bytes)
+    limit = math.inf if activation_limit_bytes is None else activation_limit_bytes
+    check_limits(limit, len(schedule.rank_actions))
     if schedule.num_microbatches < 1:
         raise ScheduleError(f"the schedule has {schedule.num_microbatches} microbatches; it needs at least one")
     wrong = [pp_rank for pp_rank in schedule.pp_rank_of_stage if not 0 <= pp_rank < len(schedule.rank_actions)]
@@ -45,13 +50,19 @@ def check_schedule(schedule: Schedule, pipeline: Pipeline, memory_limit_bytes: i
         _check_order(schedule, pipeline, pp_rank, actions)
     _check_channels(schedule)
     simulate_schedule(schedule, pipeline)
-    if memory_limit_bytes is not None:
-        for pp_rank, peak in enumerate(schedule.peak_bytes(pipeline)):
-            if peak > memory_limit_bytes:
-                raise ScheduleError(
-                    f"pp rank {pp_rank} keeps {peak:,} bytes of activations at once; at most {memory_limit_bytes:,} "
-                    "are allowed"
-                )
+    check_peaks(schedule, pipeline, limit)
+
+
+def check_peaks(schedule: Schedule, pipeline: Pipeline, activation_limit_bytes: float | Sequence[float]) -> None:
+    """Raise ScheduleError if a device keeps more bytes of activations at once than the limit of its pp rank."""
+    limits = check_limits(activation_limit_bytes, len(schedule.rank_actions))
+    for pp_rank, (peak, limit) in enumerate(zip(schedule.peak_bytes(pipeline), limits, strict=True)):
+        if peak > limit:
+            stages = [stage for stage, place in enumerate(schedule.pp_rank_of_stage) if place == pp_rank]
+            raise ScheduleError(
+                f"pp rank {pp_rank} keeps {peak:,} bytes of activations at once; at most {limit:,} are allowed "
+                f"(schedule {schedule.name!r}, {'stage' if len(stages) == 1 else 'stages'} {format_ranks(stages)})"
+            )
 
 
 def _check_once(schedule: Schedule, pipeline: Pipeline) -> None:

@@ -21,7 +21,7 @@ from .models.presets import PRESETS, GPTConfig, Preset, find_preset
 
 if TYPE_CHECKING:
     from ..autoparallel import TrainingPlan
-    from .loop import Job
+    from .loop import TrainingJob
 
 HELP = "train GPT or U-Transformer over pipeline stages"
 EXAMPLES = (
@@ -191,14 +191,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _describe_next(job: Job) -> str:
+def _describe_next(job: TrainingJob) -> str:
     """What a user may do after a run."""
     if job.checkpoint is None:
         return "nothing was saved; with --checkpoint FOLDER a run is saved, and --resume continues it"
     return f"--resume with a larger --steps continues from {job.checkpoint}"
 
 
-def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
+def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> TrainingJob:
     """The job of the options.
 
     Raises:
@@ -206,7 +206,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
     """
     from reshard.compression import parse_policy
 
-    from .loop import Job
+    from .loop import TrainingJob
 
     for name in ("shrink", "steps", "batch", "num_microbatches", "sequence", "log_every", "eval_batches"):
         value = getattr(options, name)
@@ -236,7 +236,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
         raise ArgumentError("--trust-pickle is for --resume; omit it, or pass both")
     saves = options.checkpoint or options.resume or options.save_every
     name = options.preset if options.shrink == 1 else f"{options.preset}/{options.shrink}"
-    return Job(
+    return TrainingJob(
         name=name,
         preset=preset,
         steps=options.steps,

@@ -16,7 +16,7 @@ from reshard.errors import ArgumentError
 HELD_OUT_SHARE = 0.05
 
 
-class Loader:
+class BatchLoader:
     """Yields the batches of steps 0, 1, ... without end. The state dict holds the next step.
 
     Args:
@@ -71,7 +71,7 @@ class Loader:
         ]
 
 
-class TokenLoader(Loader):
+class TokenLoader(BatchLoader):
     """Batches ``{"tokens": ..., "targets": ...}``, int64 of shape ``(num_samples, sequence)``.
 
     A window of ``sequence + 1`` tokens starts every ``sequence`` tokens. Each epoch shifts the windows by a random
@@ -122,7 +122,7 @@ class TokenLoader(Loader):
         return self._tokens[start : start + self._sequence + 1]
 
 
-class PictureLoader(Loader):
+class PictureLoader(BatchLoader):
     """Batches ``{"pictures": ..., "clean": ...}``, float32 of shape ``(num_samples, 3, side, side)``.
 
     ``clean`` shows discs on colour gradients. ``pictures`` is ``clean`` with noise.

@@ -23,7 +23,7 @@ from reshard.testing.sharing import check_num_gpus, choose_gpu, count_gpus
 
 from ..autoparallel import TrainingPlan
 from ..autoparallel.tuning import Tuned
-from .loop import Job, TrainResult, make_loaders, make_pipe, train
+from .loop import TrainingJob, TrainResult, make_loaders, make_pipe, train
 from .plan_search import SearchOptions, find_training_plan, share_training_plan, tune_training_plan
 from .report import check_report
 
@@ -36,7 +36,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def launch(
-    job: Job, device: str, on_ray: bool, options: SearchOptions | None = None, shares_gpus: bool = False
+    job: TrainingJob, device: str, on_ray: bool, options: SearchOptions | None = None, shares_gpus: bool = False
 ) -> TrainResult | None:
     """Train on all ranks of a job. Under torchrun, this process is one of them.
 
@@ -127,18 +127,18 @@ def _find_local_device(wanted: str, num_ranks: int, shares_gpus: bool) -> str:
     return "cuda" if shares_gpus or count_gpus() >= num_local else "cpu"
 
 
-def _run_alone(function: Callable[..., Any], job: Job, *args: Any) -> Any:
+def _run_alone(function: Callable[..., Any], job: TrainingJob, *args: Any) -> Any:
     """Run ``function(job, ...)`` in a separate process. This process can still fork, and has no CUDA context."""
     return run_locally(_call, 1, function, job, *args, init_group=False)
 
 
-def _call(_rank: int, _port: int, function: Callable[..., Any], job: Job, *args: Any) -> Any:
+def _call(_rank: int, _port: int, function: Callable[..., Any], job: TrainingJob, *args: Any) -> Any:
     if job.device == "cuda":
         torch.cuda.set_device(0)
     return function(job, *args)
 
 
-def _tune_locally(job: Job, options: SearchOptions, num_ranks: int, shares_gpus: bool) -> Tuned:
+def _tune_locally(job: TrainingJob, options: SearchOptions, num_ranks: int, shares_gpus: bool) -> Tuned:
     on_gpu = job.device == "cuda"
     function, more = (_on_gpu, (num_ranks, shares_gpus, tune_training_plan)) if on_gpu else (tune_training_plan, ())
     tuned: Tuned = run_locally(function, num_ranks, *more, job, options, init_group=not on_gpu)
@@ -146,8 +146,8 @@ def _tune_locally(job: Job, options: SearchOptions, num_ranks: int, shares_gpus:
 
 
 def _with_training_plan(
-    job: Job, options: SearchOptions, plan_or_tuned: TrainingPlan | Tuned, shows: bool = True
-) -> Job:
+    job: TrainingJob, options: SearchOptions, plan_or_tuned: TrainingPlan | Tuned, shows: bool = True
+) -> TrainingJob:
     """The job with the training plan that was found, which is shown and saved."""
     training_plan = plan_or_tuned.training_plan if isinstance(plan_or_tuned, Tuned) else plan_or_tuned
     if shows:
@@ -157,7 +157,7 @@ def _with_training_plan(
     return replace(job, training_plan=training_plan)
 
 
-def _join_launcher(job: Job, options: SearchOptions | None, shares_gpus: bool) -> TrainResult | None:
+def _join_launcher(job: TrainingJob, options: SearchOptions | None, shares_gpus: bool) -> TrainResult | None:
     """Train as one rank of torchrun."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     num_ranks = size if options is not None else sum(map(math.prod, job.shapes))
@@ -188,7 +188,7 @@ def _skip_last_collection() -> None:
         gc.freeze()
 
 
-def _find_on_all_ranks(job: Job, options: SearchOptions) -> TrainingPlan | Tuned:
+def _find_on_all_ranks(job: TrainingJob, options: SearchOptions) -> TrainingPlan | Tuned:
     """The training plan that rank 0 finds, or its error, on all ranks alike; on rank 0 what was tried, too."""
     if options.measures:
         return tune_training_plan(dist.get_rank(), job, options)
@@ -209,11 +209,11 @@ def _on_gpu(rank: int, port: int, num_ranks: int, shares_gpus: bool, function: C
     return function(rank, *args)
 
 
-def _search_on_actor(_rank: int, job: Job, options: SearchOptions) -> TrainingPlan:
+def _search_on_actor(_rank: int, job: TrainingJob, options: SearchOptions) -> TrainingPlan:
     return find_training_plan(job, options)
 
 
-def _train_on_ray(job: Job, wanted: str, options: SearchOptions | None) -> TrainResult:
+def _train_on_ray(job: TrainingJob, wanted: str, options: SearchOptions | None) -> TrainResult:
     """Train on actors: one mesh of actors per stage, on one node. Files must be at the same paths on all nodes."""
     try:
         import ray

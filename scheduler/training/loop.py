@@ -24,13 +24,13 @@ from ..pipe.placement import parse_placements
 from ..schedules.named_builders import NAMED_BUILDERS
 from ..simulation.lower_bound import LowerBound
 from ..simulation.replay import PipelineTimeline
-from .data import Loader, PictureLoader, TokenLoader, hold_out, read_tokens
+from .data import BatchLoader, PictureLoader, TokenLoader, hold_out, read_tokens
 from .dump import TensorDump, dumped_steps
 from .models.making import find_cuts, layer_paths, make_model
 from .models.presets import GPTConfig, Preset
 from .progress import Progress
 from .recipe import describe_changes
-from .report import Report
+from .report import RunFolder
 
 #: The learning rate ends at this share of its peak.
 MIN_RATE = 0.1
@@ -41,7 +41,7 @@ _HELD_OUT_SEED = 1_000_003
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A training run, the same on all ranks.
 
     Attributes:
@@ -126,7 +126,7 @@ class TrainResult:
     skipped: tuple[int, ...]
 
 
-def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
+def train(rank: int, job: TrainingJob, shows: bool = True) -> TrainResult:
     """Train on one rank of an initialized process group; rank 0 shows the progress."""
     loader, held_out = make_loaders(job)
     device = torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
@@ -144,7 +144,7 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
             start = engine.load(folder, optimizer, rates, loader, missing_ok=True, trust_pickle=job.trust_pickle)
         differences = describe_changes(loader.changes)
         progress = Progress(job.name, start, job.steps, job.preset, job.log_every, shows and rank == 0)
-        report = Report(job.report, start, progress.note) if job.report is not None and rank == 0 else None
+        report = RunFolder(job.report, start, progress.note) if job.report is not None and rank == 0 else None
         measured = None
         with progress, report or contextlib.nullcontext():
             for text in [*differences, *_describe_start(job, start, engine)]:
@@ -189,13 +189,13 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
     return TrainResult(start, tuple(losses), final, tuple(skipped))
 
 
-def _describe_start(job: Job, start: int, engine: PipelineEngine) -> list[str]:
+def _describe_start(job: TrainingJob, start: int, engine: PipelineEngine) -> list[str]:
     """What a run says before its first step."""
     texts = [f"there is no checkpoint in {job.checkpoint}: beginning anew"] if job.resume and not start else []
     return [*texts, engine.compression] if engine.compression else texts
 
 
-def _compile_engine(job: Job, batch: Any, device: torch.device) -> PipelineEngine:
+def _compile_engine(job: TrainingJob, batch: Any, device: torch.device) -> PipelineEngine:
     """The engine of a job, for batches of this shape."""
     options: dict[str, Any] = {}
     if job.training_plan is None:
@@ -212,7 +212,7 @@ def describe_prediction(schedule: Schedule, predicted: PipelineTimeline, bound: 
     return f"schedule {schedule.name}: predicted step {seconds:.4g} s{over} lower bound of all schedules, {bound}"
 
 
-def make_pipe(job: Job) -> Pipe:
+def make_pipe(job: TrainingJob) -> Pipe:
     """The model of a job on the meta device, cut at layers and placed."""
     model = make_model(job.preset.config)
     options: dict[str, Any] = {
@@ -233,7 +233,7 @@ def make_pipe(job: Job) -> Pipe:
     return Pipe(model, find_cuts(job.preset.config, layers), stages=job.stages, **options)
 
 
-def check_training_plan(training_plan: TrainingPlan, job: Job) -> None:
+def check_training_plan(training_plan: TrainingPlan, job: TrainingJob) -> None:
     """Raise ArgumentError unless a training plan is of the model and the samples of a job."""
     names = [name for stage in training_plan.layer_names for name in stage][1:]
     paths = layer_paths(job.preset.config)
@@ -249,7 +249,7 @@ def check_training_plan(training_plan: TrainingPlan, job: Job) -> None:
         )
 
 
-def make_loaders(job: Job) -> tuple[Loader, Loader]:
+def make_loaders(job: TrainingJob) -> tuple[BatchLoader, BatchLoader]:
     """The batches for training and those for evaluation."""
     config, num_samples = job.preset.config, job.preset.num_samples
     if not isinstance(config, GPTConfig):
@@ -287,7 +287,7 @@ def rate_factors(steps: int, warmup: int) -> Callable[[int], float]:
     return factor
 
 
-def _evaluate(engine: PipelineEngine, job: Job, held_out: Loader, device: torch.device) -> float:
+def _evaluate(engine: PipelineEngine, job: TrainingJob, held_out: BatchLoader, device: torch.device) -> float:
     """Mean loss on the same held-out batches each time."""
     batches = (_move(held_out.batch(number), device) for number in range(job.eval_batches))
     return math.fsum(engine.evaluate(batch).loss for batch in batches) / job.eval_batches

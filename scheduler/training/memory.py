@@ -13,7 +13,7 @@ from reshard.runtime.torch_compat import is_in_backward
 
 from ..autoparallel import TrainingPlan
 from ..runtime import torch_compat
-from .loop import Job, make_loaders, make_optimizer, make_pipe
+from .loop import TrainingJob, make_loaders, make_optimizer, make_pipe
 
 
 class StorageCounter(torch_compat.TorchDispatchMode):
@@ -70,7 +70,7 @@ class StorageCounter(torch_compat.TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, total)
 
 
-def count_peak_bytes(rank: int, job: Job, steps: int = 2) -> int:
+def count_peak_bytes(rank: int, job: TrainingJob, steps: int = 2) -> int:
     """Train a few steps, and return the peak bytes of the tensors that this rank keeps in the last step.
 
     The batch is not counted. Samples are taken after each forward of a stage, after each gather of parameters by FSDP,

@@ -33,7 +33,7 @@ from ..autoparallel.costs.problem import SearchProblem
 from ..autoparallel.modules.tracing import TracedModel
 from ..autoparallel.searching import choose_training_plan, make_problem, warn_if_noisy
 from ..autoparallel.tuning import Measurement, Tuned
-from .loop import Job, make_loaders, make_pipe
+from .loop import TrainingJob, make_loaders, make_pipe
 from .models.making import layer_paths, make_model
 from .models.presets import GPTConfig
 
@@ -126,7 +126,7 @@ class SearchOptions:
         return topology
 
 
-def trace_job(job: Job) -> TracedModel:
+def trace_job(job: TrainingJob) -> TracedModel:
     """Trace the model of a job, cut into layers before each path of :func:`layer_paths`."""
     config = job.preset.config
     return trace_module(
@@ -139,7 +139,7 @@ def trace_job(job: Job) -> TracedModel:
     )
 
 
-def profile_job(traced: TracedModel, job: Job) -> LayerProfile:
+def profile_job(traced: TracedModel, job: TrainingJob) -> LayerProfile:
     """Measure the layers on the device of this process."""
     sample_counts = [num_samples for num_samples in SAMPLE_COUNTS if num_samples <= job.preset.num_samples]
     return profile_layers(traced, job.device, sample_counts=sample_counts, repeats=3)
@@ -161,7 +161,7 @@ def find_cluster(options: SearchOptions, device: str, num_ranks: int | None) -> 
     return Cluster(topology, memory, options.devices or 0)
 
 
-def make_job_problem(job: Job, options: SearchOptions, num_ranks: int | None = None) -> SearchProblem:
+def make_job_problem(job: TrainingJob, options: SearchOptions, num_ranks: int | None = None) -> SearchProblem:
     """The search problem of a job, with layer times that this process measures."""
     cluster = find_cluster(options, job.device, num_ranks)
     policy = None
@@ -191,7 +191,7 @@ def _with_rates(topology: Topology, policy: Policy, device: str) -> Topology:
     return replace(topology, codec_rates=(*topology.codec_rates, *measured))
 
 
-def find_training_plan(job: Job, options: SearchOptions, num_ranks: int | None = None) -> TrainingPlan:
+def find_training_plan(job: TrainingJob, options: SearchOptions, num_ranks: int | None = None) -> TrainingPlan:
     """Measure the layers of a job in this process, and search.
 
     Raises:
@@ -201,7 +201,7 @@ def find_training_plan(job: Job, options: SearchOptions, num_ranks: int | None =
         return choose_training_plan(make_job_problem(job, options, num_ranks))
 
 
-def tune_training_plan(rank: int, job: Job, options: SearchOptions) -> Tuned | TrainingPlan:
+def tune_training_plan(rank: int, job: TrainingJob, options: SearchOptions) -> Tuned | TrainingPlan:
     """Search, run steps of the choice on all ranks, correct the layer times, and search again. Every rank calls this.
 
     Rank 0 measures the layers and searches. All ranks run the training plans that it chooses.
@@ -267,7 +267,7 @@ def share_training_plan(
     return TrainingPlan.from_json(value), is_last
 
 
-def measure_steps(rank: int, job: Job) -> Measurement:
+def measure_steps(rank: int, job: TrainingJob) -> Measurement:
     """Measure steps on the first batch, after a warm-up. Every rank calls this.
 
     Each measured step runs twice: first for its seconds (of the slowest rank), then for its timeline.

@@ -42,7 +42,7 @@ class Losses:
     held_out: tuple[tuple[int, float], ...]
 
 
-class Report:
+class RunFolder:
     """The folder of a run. Only one rank makes a report. It is a context manager, which closes it.
 
     After it is made, a fault of the disk or of the drawing ends no run.
@@ -104,7 +104,7 @@ class Report:
             if self._lock is not None:
                 os.close(self._lock)
 
-    def __enter__(self) -> Report:
+    def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -155,10 +155,10 @@ def _growth(rank, values):
             refs.write("5")  # resets VmHWM, the peak
         begun = _peak_bytes()
         reshard.reshard(source, src, dst, dst_dtype=after, out=out, staging_bytes=2**22)
-        grown, channel = _peak_bytes() - begun, next(iter(find_group(None).channels.values()))
-        while channel.idle_staging is None:  # the thread of the transfer returns the buffers when it ends
+        grown, call_group = _peak_bytes() - begun, next(iter(find_group(None).call_groups.values()))
+        while call_group.idle_staging is None:  # the thread of the transfer returns the buffers when it ends
             time.sleep(0.01)
-        found += [grown, channel.idle_staging[1].allocated_bytes]
+        found += [grown, call_group.idle_staging[1].allocated_bytes]
         assert out is None or same_bytes(out, take_shard(dst, rank, values).to(getattr(torch, after)))
     return found
 

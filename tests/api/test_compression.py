@@ -20,7 +20,7 @@ from reshard.compression import Policy
 from reshard.errors import ArgumentError, CompressionError, DisagreementError, VerificationError
 from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
-from reshard.topology import Host, Port
+from reshard.topology import Host, Link
 from tests.support.tensors import same_bytes, take_shard
 
 SHAPE = (256, 512)
@@ -129,7 +129,7 @@ def _limits(rank):
     measured = reshard.find_topology(codecs=["int8x128", "int4x128"])
     rates = [(rate.codec, rate.encode_bytes_per_second > 1e6) for rate in measured.codec_rates]
     assert rates == [("int8x128", True), ("int4x128", True)]
-    slow = replace(HOSTS, hosts=(Host((Port.of(1e6),)),), codec_rates=measured.codec_rates)
+    slow = replace(HOSTS, hosts=(Host((Link.of(1e6),)),), codec_rates=measured.codec_rates)
     chosen = reshard.reshard(source, ROWS, COLS, **{**options, "topology": slow, "compression": "auto"}, max_error=0.01)
     assert _is_right(rank, COLS, chosen, _round_trip(whole, "int8x128"))
     chosen = reshard.reshard(source, ROWS, COLS, **{**options, "topology": slow, "compression": "auto"}, max_error=0.2)

@@ -14,7 +14,7 @@ import torch
 
 import reshard
 from reshard import Layout, Mesh, Topology
-from reshard.coordination import Channel
+from reshard.coordination import CallGroup
 from reshard.errors import (
     ArgumentError,
     DisagreementError,
@@ -245,7 +245,7 @@ def _die_at_round(number):
     if number == "send":
         GlooTransport.send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         return
-    agree, rounds = Channel.agree, []
+    agree, rounds = CallGroup.agree, []
 
     def count_and_die(self, *args, **options):
         rounds.append(0)
@@ -253,7 +253,7 @@ def _die_at_round(number):
             os.kill(os.getpid(), signal.SIGKILL)
         return agree(self, *args, **options)
 
-    Channel.agree = count_and_die
+    CallGroup.agree = count_and_die
 
 
 def _survive(rank, victim, moment, on_loss):

@@ -30,7 +30,7 @@ def count_plans(machine=None, *, make=prepare.plan_tensors):
     made = []
     plan_per_host.SHARED_FROM_SECONDS = 0.0
     if machine is not None:
-        plan_per_host._name_machine = lambda channel: machine
+        plan_per_host._name_machine = lambda call_group: machine
 
     def make_counted(tensors, **options):
         made.append(tensors)
@@ -51,8 +51,10 @@ def move(rank, **options):
 
 
 def plans_of_channel():
-    (channel,) = [channel for group in reshard.coordination.known_groups(None) for channel in group.channels.values()]
-    return [plan for plan, _, _ in channel.cache.values()]
+    (call_group,) = [
+        call_group for group in reshard.coordination.known_groups(None) for call_group in group.call_groups.values()
+    ]
+    return [plan for plan, _, _ in call_group.cache.values()]
 
 
 def open_files():

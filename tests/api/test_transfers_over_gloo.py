@@ -87,7 +87,7 @@ def _one_way_beside_two_way(rank):
             out, expected = handle.wait(), take_shard(dst, rank, whole)
             assert (out is None) == (expected is None)
             assert expected is None or same_bytes(out, expected)
-    ours = movers[0]._agreed.channel._connections[1]
+    ours = movers[0]._agreed.call_group._connections[1]
     return [plan.is_two_way for plan in plans], len(ours._groups)
 
 

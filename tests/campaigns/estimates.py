@@ -25,7 +25,7 @@ from reshard.planner.multicast.strategy import schedule_chunks
 from reshard.planner.strategies.chunking import routes_to_transfers
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.sharding import TensorSpec
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 
 SPECS = ("S0 R", "R S0", "S0 S1", "S1 S0", "R S1", "S1 R", "S01 R", "R S01")
 NIC_RATE = 5e9
@@ -46,9 +46,9 @@ def make_problem(seed: int) -> PlanProblem:
     uplink = hosts_per_pod * num_nics * NIC_RATE / chance.choice((1, 1.5, 2, 3, 4))
     topology = Topology(
         tuple(rank // ranks_per_host for rank in range(num_ranks)),
-        tuple(Host((Port.of(NIC_RATE),) * num_nics, pod=host // hosts_per_pod) for host in range(num_hosts)),
+        tuple(Host((Link.of(NIC_RATE),) * num_nics, pod=host // hosts_per_pod) for host in range(num_hosts)),
         tuple(rank % ranks_per_host % num_nics for rank in range(num_ranks)),
-        (Port.of(uplink),) * -(-num_hosts // hosts_per_pod),
+        (Link.of(uplink),) * -(-num_hosts // hosts_per_pod),
         inside_bytes_per_second=chance.choice((None, 1e11)),
         latency_seconds=1e-5,
         inside_latency_seconds=5e-6,

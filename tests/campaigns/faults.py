@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.namespaces import why_unsupported
 from reshard.cli.progress import print_line, track
 from reshard.sharding.mesh import parse_ranks
@@ -41,7 +41,7 @@ def play(run: Run) -> tuple[list[str], bool]:
     try:
         if run.fault in EMULATED:
             assert run.topology is not None
-            with Cluster(run.topology) as cluster:
+            with EmulatedCluster(run.topology) as cluster:
                 found = cluster.run(take_part_on_host, run, timeout_seconds=90, grace_seconds=40)
         else:
             found = run_processes(take_part, run.num_ranks, run, timeout_seconds=90, grace_seconds=40)

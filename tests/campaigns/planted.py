@@ -25,7 +25,7 @@ from reshard.coordination.groups.store import LOST_STORE_SECONDS
 from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.cpu.executor import NOTIFY_TAG
 from reshard.runtime.transport.connections import GlooTransport
-from reshard.topology.model import Host, Port
+from reshard.topology.model import Host, Link
 
 TIMEOUT_SECONDS = 2.0
 #: Time limits of the survivors: DEATH_SECONDS from the death of a rank to the error, SILENCE_SECONDS from the timeout
@@ -149,7 +149,7 @@ def make_run(seed: int, faults: Iterable[str] = tuple(EXPECTED)) -> Run:
     topology = Topology(tuple(hosts)) if chance.random() < 0.5 else None
     if fault in EMULATED:
         numbers = sorted(set(hosts))
-        host = Host((Port.of(LINK_BYTES_PER_SECOND),))
+        host = Host((Link.of(LINK_BYTES_PER_SECOND),))
         topology = Topology(tuple(map(numbers.index, hosts)), hosts=(host,) * len(numbers))
     candidates = (
         sorted(src.ranks) if fault in ("wrong shard", "no shard", "other dtype") else sorted({*src.ranks, *dst.ranks})

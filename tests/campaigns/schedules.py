@@ -116,7 +116,7 @@ def auto_seconds(case: Case, model: OrderModel, limits: tuple[int, ...]) -> floa
     """Makespan of auto_schedule within a limit of each row."""
     try:
         ours = auto_schedule(
-            case.pipeline, case.num_microbatches, memory_limit_bytes=limits, pp_rank_of_stage=case.pp_rank_of_stage
+            case.pipeline, case.num_microbatches, activation_limit_bytes=limits, pp_rank_of_stage=case.pp_rank_of_stage
         )
     except (ArgumentError, ScheduleError):
         return float("inf")

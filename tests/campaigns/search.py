@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import Cluster, LayerProfile, search
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 from tests.scheduler.autoparallel.random_searches import make_graph
 from tests.scheduler.autoparallel.test_device_subsets import check_parts
 from tests.scheduler.autoparallel.test_interleaving import check_interleaved
@@ -67,7 +67,7 @@ def compare_clusters(number: int, first: int) -> None:
         rng = random.Random(seed)
         graph = make_graph(rng, rng.randint(4, 7))
         sizes = [rng.choice([1, 2, 4, 8]) for _ in range(rng.randint(2, 4))]
-        hosts = tuple(Host((Port.of(rng.choice([1, 5, 25, 100]) * GBIT),)) for _ in sizes)
+        hosts = tuple(Host((Link.of(rng.choice([1, 5, 25, 100]) * GBIT),)) for _ in sizes)
         ranks = tuple(host for host, size in enumerate(sizes) for _ in range(size))
         cluster = Cluster(Topology(ranks, hosts, inside_bytes_per_second=2e10), rng.choice([1e9, 3e8, 1e8]))
         profile = LayerProfile.estimate(graph, flops_per_second=rng.choice([1e11, 1e12, 1e13]))

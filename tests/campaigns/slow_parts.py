@@ -27,7 +27,7 @@ import reshard.api.prepare
 import reshard.api.recovery
 from reshard import Layout, Mesh
 from reshard.coordination import rendezvous
-from reshard.coordination.channel import Channel
+from reshard.coordination.call_group import CallGroup
 from reshard.coordination.control_channel import Hub, Spoke
 from reshard.runtime.transport.connections import Connections, GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
@@ -45,7 +45,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "planning": (reshard.api.prepare, "plan_tensors"),
     "connecting ranks": (Connections, "_make_group"),
     "transfer": (GlooTransport, "recv"),
-    "error report": (Channel, "fail"),
+    "error report": (CallGroup, "fail"),
     "report of outcomes": (reshard.api.recovery.Recovery, "_exchange_outcomes"),
     "exclusion": (rendezvous, "propose_exclusion"),
     "answer": (Hub, "answer"),

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from reshard.cli import demo
+from reshard.cli.commands.plan import MAX_PRINTED_MESSAGES, default_topology
 from reshard.cli.demo_cases import gpu_cases
 from reshard.cli.main import main
-from reshard.cli.plan import MAX_PRINTED_MESSAGES, default_topology
 from reshard.errors import ArgumentError
 from reshard.plan.json import plan_from_json
 from reshard.planner.registry import STRATEGIES
@@ -179,7 +179,7 @@ def test_errors_of_bad_arguments_are_one_line(arguments, text, capsys):
 def test_unknown_command_names_a_close_one(capsys):
     with pytest.raises(SystemExit):
         main(["plna"])
-    assert "there is no command 'plna'; commands are plan, demo" in (err := capsys.readouterr().err)
+    assert "there is no command 'plna'; commands are demo, doctor" in (err := capsys.readouterr().err)
     assert "did you mean 'plan'?" in err
 
 
@@ -195,10 +195,10 @@ def test_too_many_messages_require_a_rank(capsys, monkeypatch):
     big = ["plan", "--shape", "64,64,2", "--src-mesh", "16x4", "--src", "R S01 R", "--dst-mesh", "16x4"]
     big += ["--dst", "S01 R R", "--strategy", "send_recv", "--format", "json"]
     assert MAX_PRINTED_MESSAGES == 1_000_000
-    monkeypatch.setattr("reshard.cli.plan.MAX_PRINTED_MESSAGES", 4095)
+    monkeypatch.setattr("reshard.cli.commands.plan.MAX_PRINTED_MESSAGES", 4095)
     assert main(big) == 2
     assert "4096 messages; select one rank with --rank" in capsys.readouterr().err
-    monkeypatch.setattr("reshard.cli.plan.MAX_PRINTED_MESSAGES", 4096)
+    monkeypatch.setattr("reshard.cli.commands.plan.MAX_PRINTED_MESSAGES", 4096)
     assert main(big) == 0
 
 

@@ -9,16 +9,16 @@ import time
 import numpy as np
 import pytest
 
+from reshard.cli.commands.plan import default_topology
 from reshard.cli.html_report import plan_to_html
 from reshard.cli.main import main
-from reshard.cli.plan import default_topology
 from reshard.cli.plan_times import sample_progress
 from reshard.cli.plan_trees import draw_tree
 from reshard.cost import simulate
-from reshard.plan import Boxes
+from reshard.plan import HostBoxes
 from reshard.planner import make_plan, plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 from tests.goldens import make_pictures
 from tests.support.browser import WIDTHS, Browser, find_browser
 
@@ -35,8 +35,8 @@ def _plan(src_mesh, src, dst_mesh, dst, first=None, shape=(1024, 1024), topology
 
 def _in_pods(order):
     """Eight hosts of four ranks in three pods."""
-    hosts = tuple(Host((Port.of(1.25e9),), pod) for pod in order)
-    return Topology(tuple(rank // 4 for rank in range(32)), hosts, pods=(Port.of(1e9),) * 3)
+    hosts = tuple(Host((Link.of(1.25e9),), pod) for pod in order)
+    return Topology(tuple(rank // 4 for rank in range(32)), hosts, pods=(Link.of(1e9),) * 3)
 
 
 #: Plans of all kinds of drawings: columns and rings, of hosts and of groups, with and without pods.
@@ -55,7 +55,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_arrows_carry_the_bytes_of_the_plan(name):
     plan = PLANS[name]()
-    boxes = Boxes.of(plan)
+    boxes = HostBoxes.of(plan)
     traffic = boxes.find_traffic()
     across, inside, _ = plan.bytes_moved()
     assert (traffic.nbytes.sum(), traffic.inside.sum()) == (across, inside)
@@ -86,7 +86,7 @@ def test_the_page_names_the_bottleneck():
     page = plan_to_html(plan)
     assert "<b class='hot'>Host 0 sends 4 GiB at 1.25 GB/s</b>, which needs 3.44 s: this plan takes" in page
     assert "No plan is faster than 859 ms, because host 0 holds 1 GiB that no other host has" in page
-    boxes = Boxes.of(PLANS["pods"]())
+    boxes = HostBoxes.of(PLANS["pods"]())
     marked = boxes.find_traffic(("pod 1 down",))
     pods = [box.pod for box in boxes.all]
     assert [pods[b] == 1 != pods[a] for a, b in zip(marked.sender, marked.receiver, strict=True)] == (

@@ -8,7 +8,7 @@ import pytest
 from reshard.codecs.delta import HEADER_BYTES
 from reshard.codecs.encoded_ratios import Sample
 from reshard.codecs.formats import FORMATS, known_formats
-from reshard.codecs.lossless_choice import Rates, choose_format, predict_ratio, predict_seconds, take_sample
+from reshard.codecs.lossless_choice import TransferRates, choose_format, predict_ratio, predict_seconds, take_sample
 from reshard.codecs.rates import measure_format_rates, slowest_rates
 
 NUM_WORDS = 2**20
@@ -45,7 +45,7 @@ def test_predicted_sizes_are_those_of_the_encoders(width, share):
 
 
 def _choose(changed, gbit, formats=tuple(FORMATS), numel=2**24, **ranks):
-    rates = Rates(gbit * 1e9 / 8, MEASURED, **ranks)
+    rates = TransferRates(gbit * 1e9 / 8, MEASURED, **ranks)
     return choose_format(numel, 2, Sample(changed, 0.95, 8.0), rates, formats)
 
 
@@ -66,7 +66,7 @@ def test_the_choice_is_never_predicted_to_be_slower_than_raw_or_far_from_the_fas
     rng = np.random.default_rng(0)
     for _ in range(300):
         sample = Sample(rng.random(), rng.random(), 127 * rng.random())
-        rates = Rates(10 ** rng.uniform(6, 11), MEASURED, rng.integers(1, 64), rng.integers(1, 64))
+        rates = TransferRates(10 ** rng.uniform(6, 11), MEASURED, rng.integers(1, 64), rng.integers(1, 64))
         seconds = {name: predict_seconds(name, 2**24, 2, sample, rates) for name in FORMATS}
         chosen = seconds[choose_format(2**24, 2, sample, rates, list(FORMATS))]
         assert chosen <= seconds["raw"] and chosen <= min(seconds.values()) / 0.97

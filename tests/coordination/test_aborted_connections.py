@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from reshard.coordination.channel import find_channel
+from reshard.coordination.call_group import find_call_group
 from reshard.errors import RemoteError
 from reshard.runtime.transport.connections import abort_group
 from reshard.testing import LaunchError, run_processes
@@ -59,11 +59,11 @@ class _SlowConnections:
 
 def test_no_thread_reports_a_failed_transfer_before_the_abort_of_another_thread_ends():
     with reshard.join(dist.HashStore(), 0, 2) as group:
-        channel = find_channel(group, (0, 1))
+        call_group = find_call_group(group, (0, 1))
         connections = _SlowConnections()
-        channel._connections = channel.generation, connections
+        call_group._connections = call_group.generation, connections
         threads = [
-            threading.Thread(target=channel.record_error, args=(channel.generation, RemoteError(text)))
+            threading.Thread(target=call_group.record_error, args=(call_group.generation, RemoteError(text)))
             for text in ("first", "second")
         ]
         threads[0].start()
@@ -74,5 +74,5 @@ def test_no_thread_reports_a_failed_transfer_before_the_abort_of_another_thread_
         connections.released.set()
         for thread in threads:
             thread.join(20)
-        assert str(channel.broken) == "first"
-        channel._connections = None
+        assert str(call_group.broken) == "first"
+        call_group._connections = None

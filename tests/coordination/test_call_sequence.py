@@ -15,7 +15,7 @@ import torch.distributed as dist
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh
-from reshard.coordination.groups.messages import RankStatus, Request
+from reshard.coordination.groups.messages import RankStatus, RoundRequest
 from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness import call_sequence
 from reshard.testing.processes import run_processes
@@ -105,7 +105,7 @@ def test_failures_known_to_some_ranks_are_counted_once():
     groups = [_FakeGroup(0, 1, {"1": 1}), _FakeGroup(1, 1, {"2": 1}), _FakeGroup(2, 1, {"0": 1})]
 
     def run_round():
-        requests = [Request(group.rank, left=call_sequence.count_left_calls(group, members)) for group in groups]
+        requests = [RoundRequest(group.rank, left=call_sequence.count_left_calls(group, members)) for group in groups]
         decision = call_sequence.find_lagging(requests, members)
         for group in groups:
             if decision and group.rank in decision.lagging:

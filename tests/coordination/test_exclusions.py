@@ -144,7 +144,7 @@ def _pause_briefly(rank, _, store, on_loss):
         pair = Mesh([0, 3], {"x": 2})
         if rank in (0, 3):  # rank 3 sends heartbeats from now on
             reshard.reshard(torch.ones(2, 2), pair, pair, src_spec="S0", dst_spec="S0", group=group)
-            group.channels.clear()
+            group.call_groups.clear()
         if rank == 3:
             store.pause(os.getpid(), 6.0)
             time.sleep(0.3)
@@ -169,7 +169,7 @@ def _die_before_the_call(rank, _, store, on_loss):
         pair = Mesh([0, 3], {"x": 2})
         if rank in (0, 3):
             reshard.reshard(torch.ones(2, 2), pair, pair, src_spec="S0", dst_spec="S0", group=group)
-            group.channels.clear()
+            group.call_groups.clear()
         if rank == 3:
             time.sleep(1.5)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -15,7 +15,7 @@ import reshard
 import reshard.api.call
 import reshard.runtime.transport.connections
 from reshard import Layout, Mesh
-from reshard.coordination.channel import find_channel
+from reshard.coordination.call_group import find_call_group
 from reshard.coordination.groups.process_group import find_group
 from reshard.runtime.transport import BrokenConnectionError
 from reshard.testing.processes import LaunchError, run_processes
@@ -184,10 +184,10 @@ def test_rank_that_calls_after_the_others_have_left_names_the_dead_one():
 
 
 def _explain_lost_connection(rank, lost):
-    channel = find_channel(find_group(None), (0, 1, 2))
+    call_group = find_call_group(find_group(None), (0, 1, 2))
     if lost[rank] is None:
         return None
-    error = channel.find_root_cause(7, BrokenConnectionError(lost[rank], "broken"), threading.Event().wait)
+    error = call_group.find_root_cause(7, BrokenConnectionError(lost[rank], "broken"), threading.Event().wait)
     return f"{type(error).__name__}: {error}"
 
 

@@ -8,17 +8,17 @@ import pytest
 
 from reshard import Layout, Mesh, Topology, make_plan
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve
-from reshard.coordination.groups.messages import Request, TensorRequest
+from reshard.coordination.groups.messages import RoundRequest, TensorRequest
 
 LAYOUTS = {"w": (Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R"))}
 
 
 def test_request_survives_a_json_round_trip():
-    request = Request(
+    request = RoundRequest(
         2, arguments=[("strategy", "auto")], tensors={"w": TensorRequest([4], "float32", local=([4], "float32"))},
         error=("ArgumentError", "no"), left=[0, 1], why_left=("RemoteError", "gone"), other_calls={"a": 2},
     )  # fmt: skip
-    back = Request.from_json(json.loads(json.dumps(request.to_json())))
+    back = RoundRequest.from_json(json.loads(json.dumps(request.to_json())))
     assert back.error == request.error and back.why_left == request.why_left
     assert back.tensors["w"].shape == [4]
     assert list(back.tensors["w"].local) == [[4], "float32"]
@@ -26,7 +26,9 @@ def test_request_survives_a_json_round_trip():
 
 def _resolve_two(**second):
     first = TensorRequest([4], "float32", local=([4], "float32"), devices=["cpu"])
-    return resolve([Request(0, tensors={"w": first}), Request(1, tensors={"w": TensorRequest(**second)})], LAYOUTS)
+    return resolve(
+        [RoundRequest(0, tensors={"w": first}), RoundRequest(1, tensors={"w": TensorRequest(**second)})], LAYOUTS
+    )
 
 
 def test_ranks_agree_on_shape_dtype_and_device():
@@ -88,7 +90,7 @@ def test_plan_arguments_show_the_tensor_that_differs():
     ],
 )
 def test_lost_ranks_follow_from_requests_and_deaths(came, dead, lost):
-    requests = [Request(rank, generation=rank, payload={"failed": failed}) for rank, failed in came.items()]
+    requests = [RoundRequest(rank, generation=rank, payload={"failed": failed}) for rank, failed in came.items()]
     decision = gather_reports(requests, [0, 1, 2], dead)
     assert decision.lost == lost
     assert sorted(decision.payloads) == [rank for rank in came if rank not in lost]

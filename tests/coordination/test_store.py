@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import reshard
-from reshard.coordination.channel import find_channel
+from reshard.coordination.call_group import find_call_group
 from reshard.coordination.groups import store as stores
 from reshard.coordination.groups.store import Store, StoreSilentError
 
@@ -35,7 +35,7 @@ class _Raw:
 
 @pytest.fixture
 def raw(monkeypatch):
-    monkeypatch.setattr(stores, "STORE_SECONDS", 0.1)
+    monkeypatch.setattr(stores, "STORE_TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(stores, "LOST_STORE_SECONDS", 0.6)
     raw = _Raw()
     yield raw
@@ -128,17 +128,17 @@ def test_store_whose_connection_ended_is_not_called_again():
 
 def test_ranks_that_connect_ask_a_silent_store_again(monkeypatch):
     with reshard.join(dist.HashStore(), 0, 1) as group:
-        channel = find_channel(group, (0,))
+        call_group = find_call_group(group, (0,))
         reported = []
 
         def check(store, keys, seconds=None):
             if not reported:
                 raise StoreSilentError("the store did not answer within 3.0 s")
-            return keys == [f"error/{channel.generation}"]
+            return keys == [f"error/{call_group.generation}"]
 
         monkeypatch.setattr(Store, "check", check)
         monkeypatch.setattr(Store, "get", lambda store, key, seconds=None: reported[0])
-        channel.check_reported(channel.generation)
+        call_group.check_reported(call_group.generation)
         reported.append(json.dumps(["TransferTimeoutError", "rank 1: too late"]).encode())
         with pytest.raises(reshard.errors.TransferTimeoutError, match="rank 1: too late"):
-            channel.check_reported(channel.generation)
+            call_group.check_reported(call_group.generation)

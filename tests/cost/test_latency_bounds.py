@@ -13,13 +13,13 @@ from reshard import CostReport, Layout, Mesh, Plan, Topology, find_bound, make_p
 from reshard.cost.latency_bounds import find_latency_bounds
 from reshard.plan import Transfers
 from reshard.planner.registry import STRATEGIES
-from reshard.topology import Host, Port
+from reshard.topology import Host, Link
 from tests.support.random_problems import random_problem
 
 
 def on_hosts(count, num_nics=1, rate=1e6, **changes):
     """Hosts with one rank for each NIC, and latencies of 1 s."""
-    hosts = (Host((Port.of(rate),) * num_nics),)
+    hosts = (Host((Link.of(rate),) * num_nics),)
     return Topology(
         tuple(rank // num_nics for rank in range(count * num_nics)), hosts, **({"latency_seconds": 1.0} | changes)
     )

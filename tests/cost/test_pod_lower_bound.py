@@ -9,7 +9,7 @@ import pytest
 
 from reshard.cost import merged_program, pod_lower_bound
 from reshard.cost.pod_lower_bound import bound_in_pods
-from reshard.topology.model import Port
+from reshard.topology.model import Link
 
 #: Input: (holder hosts, destination hosts) of each class, rate of each host, pod of each host, (out, in) rates of each
 #: pod's uplink. Expected: the bound in seconds, and the links that are busy all of that time.
@@ -48,9 +48,9 @@ def test_bounds_equal_those_by_hand(name, scale):
     classes, rates, pod_of, uplinks, seconds, busy = CASES[name]
     bound, busy_links = bound_in_pods(
         dict.fromkeys(classes, 1000),
-        {host: Port.of(rate * scale) for host, rate in enumerate(rates)},
+        {host: Link.of(rate * scale) for host, rate in enumerate(rates)},
         dict(enumerate(pod_of)),
-        [Port(out * scale, into * scale) for out, into in uplinks],
+        [Link(out * scale, into * scale) for out, into in uplinks],
     )
     assert bound == pytest.approx(seconds / scale, rel=1e-6) and bound <= seconds / scale
     assert busy_links == busy
@@ -65,8 +65,8 @@ def test_merged_programs_have_the_same_optimum(seed, monkeypatch):
         hosts = chance.sample(range(num_hosts), chance.randint(2, 4))
         at = chance.randint(1, len(hosts) - 1)
         classes[tuple(sorted(hosts[:at])), tuple(sorted(hosts[at:]))] = chance.choice((1000, 1000, 500))
-    hosts = {host: Port.of(chance.choice((100.0, 100.0, 40.0))) for host in range(num_hosts)}
-    pods = [Port.of(chance.choice((150.0, 50.0))) for _ in range(num_pods)]
+    hosts = {host: Link.of(chance.choice((100.0, 100.0, 40.0))) for host in range(num_hosts)}
+    pods = [Link.of(chance.choice((150.0, 50.0))) for _ in range(num_pods)]
     pod_of = {host: host * num_pods // num_hosts for host in range(num_hosts)}
     whole = bound_in_pods(classes, hosts, pod_of, pods)[0]
     monkeypatch.setattr(pod_lower_bound, "solve", partial(merged_program.solve, min_variables=0))
@@ -82,7 +82,7 @@ def test_equal_variables_and_rows_are_merged(monkeypatch):
     # 64 hosts of 8 pods: host h sends to one host of each other pod
     classes = {((host,), tuple((host + 8 * pod) % 64 for pod in range(1, 8))): 1000 for host in range(64)}
     pod_of = {host: host // 8 for host in range(64)}
-    seconds, busy = bound_in_pods(classes, dict.fromkeys(range(64), Port.of(100.0)), pod_of, [Port.of(200.0)] * 8)
+    seconds, busy = bound_in_pods(classes, dict.fromkeys(range(64), Link.of(100.0)), pod_of, [Link.of(200.0)] * 8)
     assert len(classes) * 7 * 8 > merged_program.MIN_VARIABLES > 100 > sizes[0]
     assert seconds == pytest.approx(280)  # a pod's uplink carries 56 times 1,000 bytes
     assert [kind for kind, _ in busy].count("up") in (0, 8)

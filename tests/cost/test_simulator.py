@@ -21,7 +21,7 @@ from reshard.plan.ordering import find_sender_switches
 from reshard.plan.text_parser import parse_plan
 from reshard.planner.registry import STRATEGIES
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Port
+from reshard.topology.model import Host, Link
 from tests.reference.fluid import flow_python
 from tests.support.strategies_of_cases import cases
 
@@ -56,7 +56,7 @@ def test_chain_is_pipelined_by_chunk():
 
 def test_messages_take_the_rates_of_their_ports_and_directions():
     plan = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 4"], "0*1,1*1,2*1", ONE_TO_TWO)
-    hosts = (Host((Port(10.0, 1.0),)), Host((Port(1.0, 2.0),)), Host((Port(1.0, 50.0),)))
+    hosts = (Host((Link(10.0, 1.0),)), Host((Link(1.0, 2.0),)), Host((Link(1.0, 50.0),)))
     assert _times(plan, hosts=hosts) == [(0, 50), (0, 12.5)]  # 2 to the first receiver, the other 8 to the second
 
 
@@ -65,15 +65,15 @@ def test_each_nic_is_a_port():
     lines = ["0: t0 [0:50] 0 -> 2 splits 1 window 4", "1: t0 [50:100] 1 -> 3 splits 1 window 4"]
     plan = _plan(lines, "0*2,1*2", (src, dst))
     assert _times(plan) == [(0, 10), (0, 10)]
-    two = (Host((Port.of(10.0), Port.of(10.0))),)
+    two = (Host((Link.of(10.0), Link.of(10.0))),)
     assert _times(plan, hosts=two, nic_of_rank=(0, 0, 0, 0)) == [(0, 10), (0, 10)]
     assert [t for _, t in _times(plan, hosts=two, nic_of_rank=())] == [5, 5]
 
 
 def test_traffic_between_pods_passes_their_uplinks():
     plan = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 4"], "0*1,1*1,2*1", ONE_TO_TWO)
-    hosts = tuple(Host((Port.of(100.0),), pod) for pod in (0, 0, 1))
-    pods = (Port(10.0, 1.0), Port(1.0, 5.0))
+    hosts = tuple(Host((Link.of(100.0),), pod) for pod in (0, 0, 1))
+    pods = (Link(10.0, 1.0), Link(1.0, 5.0))
     assert _times(plan, hosts=hosts, pods=pods) == [(0, 1.052632), (0, 20)]
 
 
@@ -172,9 +172,9 @@ def test_native_matches_reference_and_no_plan_beats_the_bound(
 ):
     shape, src, dst, topology = problem
     if rates:
-        hosts = tuple(Host(tuple(map(Port.of, row)), i % 2 if in_pods else None) for i, row in enumerate(rates))
+        hosts = tuple(Host(tuple(map(Link.of, row)), i % 2 if in_pods else None) for i, row in enumerate(rates))
         topology = replace(
-            topology, hosts=hosts, nic_of_rank=(), pods=(Port.of(1e8), Port(2e8, 3e8)) if in_pods else ()
+            topology, hosts=hosts, nic_of_rank=(), pods=(Link.of(1e8), Link(2e8, 3e8)) if in_pods else ()
         )
     topology = replace(
         topology, latency_seconds=latency, inside_latency_seconds=latency / 2, sender_switch_seconds=latency / 3,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.cli.plan import default_topology
+from reshard.cli.commands.plan import default_topology
 from reshard.cost import find_bound
 from reshard.drawing import draw_image
-from reshard.plan import Boxes, draw_boxes
+from reshard.plan import HostBoxes, draw_boxes
 from reshard.planner import make_plan
 from reshard.sharding import Layout, Mesh
 
@@ -20,7 +20,7 @@ def picture():
     topology = default_topology(src.mesh, dst.mesh)
     plan = make_plan(src, dst, (1024, 1024, 512), "float32", topology=topology)
     marked = find_bound(plan).ports
-    boxes = Boxes.of(plan)
+    boxes = HostBoxes.of(plan)
     return draw_image(draw_boxes(boxes, boxes.find_traffic(marked), marked)) + "\n"
 
 

@@ -62,7 +62,7 @@ def schedules_of(pipeline: Pipeline, num: int) -> Iterator[tuple[str, Schedule]]
     yield "auto_schedule whole", auto_schedule(pipeline, num, can_split=False)
     for factor in (1, 2):
         limit = factor * max(plain.peak_bytes(pipeline))
-        yield f"auto_schedule {limit} bytes", auto_schedule(pipeline, num, memory_limit_bytes=limit)
+        yield f"auto_schedule {limit} bytes", auto_schedule(pipeline, num, activation_limit_bytes=limit)
     if stages % 2 == 0:
         pp_ranks = tuple(stage % (stages // 2) for stage in range(stages))
         yield "auto_schedule on half the pp ranks", auto_schedule(pipeline, num, pp_rank_of_stage=pp_ranks)

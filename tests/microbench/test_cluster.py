@@ -21,10 +21,10 @@ import torch.distributed as dist
 import reshard
 from microbench.cases.rows import CLUSTERS, all_rows, read_cluster
 from microbench.emulation import namespaces
-from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.emulation.cluster import ClusterError, EmulatedCluster
 from microbench.harness.report import TRACED
 from microbench.harness.suite import plan_row
-from microbench.harness.worker import Job, run_jobs
+from microbench.harness.worker import BenchmarkJob, run_jobs
 from microbench.training import compare_schedules
 from reshard.planner.planning import plan_tensors
 from reshard.sharding.tensor_spec import TensorSpec
@@ -83,7 +83,7 @@ def _describe_rank(rank, report):
 def test_hosts_are_isolated_and_leave_nothing():
     before, interfaces = set(_processes_of(os.getpid())), _interfaces()
     reports = []
-    with Cluster(_cluster(nics=2, devices=2)) as cluster:
+    with EmulatedCluster(_cluster(nics=2, devices=2)) as cluster:
         results = cluster.run(_describe_rank, on_report=lambda rank, value: reports.append((rank, value)))
         inside = set(_processes_of(os.getpid())) - before
         assert len(inside) >= 5
@@ -99,7 +99,7 @@ def test_hosts_are_isolated_and_leave_nothing():
 
 def _move(rank, report, specs, plan):
     results = []
-    run_jobs(rank, results.append, [Job("0", specs, plan)])
+    run_jobs(rank, results.append, [BenchmarkJob("0", specs, plan)])
     return results
 
 
@@ -111,7 +111,7 @@ def test_every_element_arrives_and_each_nic_carries_the_bytes_of_the_plan(name):
     planned = plan_row(row, "0", ("broadcast_greedy", "global_all_gather", "full_tensor + broadcast"), 1)
     num_turns = Counter()
     rows = []
-    with Cluster(read_cluster(row.cluster)) as cluster:
+    with EmulatedCluster(read_cluster(row.cluster)) as cluster:
         before = cluster.crossed_bytes()
 
         def on_report(rank, report):
@@ -122,9 +122,9 @@ def test_every_element_arrives_and_each_nic_carries_the_bytes_of_the_plan(name):
 
         with_plan = [turn for turn in planned.turns if turn.name in planned.plans]
         others = [turn for turn in planned.turns if turn.name not in planned.plans]
-        cluster.run(run_jobs, [Job("0", row.tensors, with_plan)], on_report=on_report, timeout_seconds=60.0)
+        cluster.run(run_jobs, [BenchmarkJob("0", row.tensors, with_plan)], on_report=on_report, timeout_seconds=60.0)
         after = cluster.crossed_bytes()
-        cluster.run(run_jobs, [Job("0", row.tensors, others)], on_report=on_report, timeout_seconds=60.0)
+        cluster.run(run_jobs, [BenchmarkJob("0", row.tensors, others)], on_report=on_report, timeout_seconds=60.0)
     for contender, result in (rows[0] | rows[1]).items():
         assert result["wrong"] == 0, contender
         assert len(result["seconds"]) == 1
@@ -157,7 +157,7 @@ def _fail(rank, report, how):
 
 @on_hosts
 def test_failed_rank_is_named_and_the_next_run_works():
-    with Cluster(_cluster()) as cluster:
+    with EmulatedCluster(_cluster()) as cluster:
         for how, match in (("raise", "rank 1 fails on purpose"), ("die", "exit code -9")):
             with pytest.raises(LaunchError, match=match) as caught:
                 cluster.run(_fail, how, grace_seconds=0.2)
@@ -178,7 +178,7 @@ def _raise_unreadable(rank, report):
 
 @on_hosts
 def test_two_clusters_at_once_reject_unusable_functions():
-    first, second = Cluster(_cluster(devices=1)), Cluster(_cluster(devices=1))
+    first, second = EmulatedCluster(_cluster(devices=1)), EmulatedCluster(_cluster(devices=1))
     for cluster in (first, second):
         assert cluster.run(_describe_rank)[1][0] == "host1"
         with pytest.raises(LaunchError, match="does not unpickle"):
@@ -201,8 +201,8 @@ def _sleep(rank, report):
 def test_killed_launcher_leaves_no_process():
     code = (
         "import sys; import torch, time\n"
-        "from tests.microbench.test_cluster import Cluster, _cluster, _sleep\n"
-        "with Cluster(_cluster()) as cluster:\n"
+        "from tests.microbench.test_cluster import EmulatedCluster, _cluster, _sleep\n"
+        "with EmulatedCluster(_cluster()) as cluster:\n"
         "    print('up', flush=True)\n"
         "    cluster.run(_sleep)\n"
     )
@@ -231,7 +231,7 @@ def _reshard_by_hostname(rank, report):
 
 @on_hosts
 def test_reshard_finds_hosts_by_host_name():
-    with Cluster(_cluster()) as cluster:
+    with EmulatedCluster(_cluster()) as cluster:
         assert cluster.run(_reshard_by_hostname) == [None, None, True, True]
 
 
@@ -243,12 +243,12 @@ def test_errors_say_why_hosts_cannot_be_emulated(monkeypatch):
     assert "torchrun" in namespaces.why_unsupported()
     monkeypatch.setattr("microbench.emulation.cluster.why_unsupported", lambda: "no namespaces here")
     with pytest.raises(ClusterError, match="no namespaces here"):
-        Cluster(_cluster())
+        EmulatedCluster(_cluster())
     monkeypatch.setattr("microbench.emulation.cluster.why_unsupported", lambda: None)
     with pytest.raises(ClusterError, match="at most 250 hosts"):
-        Cluster(_cluster(count=251))
+        EmulatedCluster(_cluster(count=251))
     with pytest.raises(ClusterError, match="rates of emulated links"):
-        Cluster(Topology.uniform((0, 1), 1.0))
+        EmulatedCluster(Topology.uniform((0, 1), 1.0))
 
 
 def test_a_network_namespace_that_cannot_be_joined_leaves_no_open_file(monkeypatch):

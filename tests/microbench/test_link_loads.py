@@ -8,7 +8,7 @@ from microbench.planner.link_loads import draw_loads, from_json, loads_of, to_js
 from reshard import Layout, Mesh
 from reshard.planner import plan_tensors
 from reshard.sharding import TensorSpec
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 
 
 def test_loads_of_links_equal_those_by_hand(tmp_path):
@@ -16,9 +16,9 @@ def test_loads_of_links_equal_those_by_hand(tmp_path):
     # hosts of 2 ranks and NICs in pods of one host; rank 0 alone holds 8,000 bytes that ranks 2 and 3 need in halves
     topology = Topology(
         (0, 0, 1, 1),
-        (Host((Port.of(1e6),) * 2, pod=0), Host((Port.of(2e6),) * 2, pod=1)),
+        (Host((Link.of(1e6),) * 2, pod=0), Host((Link.of(2e6),) * 2, pod=1)),
         (0, 1, 0, 1),
-        (Port.of(4e6), Port.of(8e6)),
+        (Link.of(4e6), Link.of(8e6)),
         inside_bytes_per_second=1e9,
     )
     layouts = Layout(Mesh.of(1), "R"), Layout(Mesh.of(2, first_rank=2), "S0")

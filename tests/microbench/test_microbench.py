@@ -24,11 +24,11 @@ from microbench.harness.steal_time import Lap, Laps, RetryBudget, TimeBudget
 from microbench.harness.suite import make_records, plan_row
 from microbench.harness.worker import _merge
 from microbench.kernels.zfp import zfp_as_int8
-from microbench.planner.scaling import Case, growth, time_case
+from microbench.planner.scaling import ScalingCase, growth, time_case
 from microbench.transfers import hosts
 from reshard.codecs import BlockCodec
 from reshard.topology.files import read_topology, topology_from_json
-from reshard.topology.model import Port
+from reshard.topology.model import Link
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CLUSTERS.glob("*.json")))
@@ -69,9 +69,9 @@ def test_measured_rates_replace_described_rates():
         "start": 0.008,
     }
     measured = measured_topology(topology, found)
-    assert measured.host(1).nics[0] == Port(4e7, 5e7)
-    assert measured.host(0).nics[0] == Port.of(5e7)
-    assert measured.pods[1] == Port(5e7, 3e7)
+    assert measured.host(1).nics[0] == Link(4e7, 5e7)
+    assert measured.host(0).nics[0] == Link.of(5e7)
+    assert measured.pods[1] == Link(5e7, 3e7)
     assert measured.latency_seconds == 1e-4
     assert (measured.inside_bytes_per_second, measured.inside_total_bytes_per_second) == (1e9, 3e9)
     assert measured.start_seconds == 0.008
@@ -242,7 +242,7 @@ def test_rows_run_under_torchrun(tmp_path):
 
 
 def test_planning_time_is_measured_in_a_new_process():
-    seconds, messages, memory = time_case(Case(16, 16, "S0 R", "R S1"), 1)
+    seconds, messages, memory = time_case(ScalingCase(16, 16, "S0 R", "R S1"), 1)
     assert 0 < seconds < 10
     assert messages > 16
     assert 20 < memory < 2048

@@ -3,7 +3,7 @@
 import pytest
 
 from microbench.training.ready_order import CASES, draw_costs, make_pipeline
-from microbench.training.virtual_clock import MESSAGE_SECONDS, simulate_step
+from microbench.training.virtual_clock import CLOCK_MESSAGE_SECONDS, simulate_step
 from reshard.scheduler import simulate_schedule
 
 RANKS, NUM = 4, 8
@@ -12,7 +12,7 @@ RANKS, NUM = 4, 8
 @pytest.mark.parametrize("case", CASES)
 def test_planned_order_takes_as_long_as_in_the_simulator(case):
     per_rank, build = CASES[case]
-    pipeline = make_pipeline([stage % RANKS for stage in range(per_rank * RANKS)], 50 * MESSAGE_SECONDS)
+    pipeline = make_pipeline([stage % RANKS for stage in range(per_rank * RANKS)], 50 * CLOCK_MESSAGE_SECONDS)
     schedule = build(pipeline, NUM, RANKS)
     took = simulate_step(schedule, pipeline, dict(enumerate(pipeline.stages)), "planned")
     assert took == pytest.approx(simulate_schedule(schedule, pipeline).makespan_seconds, rel=1e-6)

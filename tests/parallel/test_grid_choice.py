@@ -8,7 +8,7 @@ import pytest
 
 from reshard.errors import ArgumentError
 from reshard.parallel import TransformerSizes, choose_grid
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 
 
 def sizes(hidden, sequence=128, heads=16, vocabulary=1):
@@ -58,11 +58,11 @@ def test_slow_uplinks_of_pods_change_the_winner():
     """Two pods of four hosts. A sum over all hosts moves 4 x 4 parts over each uplink, and 7 parts over each NIC."""
 
     def choose(pods):
-        hosts = tuple(Host((Port.of(50e6),), host // 4 if pods else None) for host in range(8))
+        hosts = tuple(Host((Link.of(50e6),), host // 4 if pods else None) for host in range(8))
         topology = Topology(tuple(range(8)), hosts=hosts, pods=pods, latency_seconds=0.0)
         return choose_grid(sizes(256), topology, range(8), rows=16, flops_per_second=1e18)
 
-    flat, fast, slow = choose(()), choose((Port.of(200e6),) * 2), choose((Port.of(10e6),) * 2)
+    flat, fast, slow = choose(()), choose((Link.of(200e6),) * 2), choose((Link.of(10e6),) * 2)
     assert fast.best == flat.best
     assert (fast.best.kind, slow.best.kind) == ("1-D + replicas", "2.5-D")
     assert slow.best.order[0] == "depth"  # each layer is in one pod
@@ -71,7 +71,7 @@ def test_slow_uplinks_of_pods_change_the_winner():
 
 
 def test_kept_inputs_take_memory_for_the_bytes_that_they_save():
-    topology = Topology(tuple(range(4)), hosts=(Host((Port.of(50e6),)),) * 4, latency_seconds=0.0)
+    topology = Topology(tuple(range(4)), hosts=(Host((Link.of(50e6),)),) * 4, latency_seconds=0.0)
 
     def price(keep_inputs):
         choice = choose_grid(

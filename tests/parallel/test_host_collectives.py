@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.namespaces import why_unsupported
 from microbench.parallel.links import measure_shared_memory
 from reshard import _native
@@ -270,7 +270,7 @@ def find_sharing_axes(rank, report):
 @pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
 def test_ranks_of_an_emulated_host_share_memory_and_no_others():
     for hosts, expected in (([0, 0, 1, 1], ["col"]), ([0, 1, 2, 3], [])):
-        with Cluster(Topology.uniform(hosts, 50e6)) as cluster:
+        with EmulatedCluster(Topology.uniform(hosts, 50e6)) as cluster:
             assert cluster.run(find_sharing_axes) == [expected] * 4
 
 
@@ -280,7 +280,7 @@ def test_ranks_of_an_emulated_host_share_memory_and_no_others():
 def test_the_rate_of_shared_memory_is_measured_where_ranks_have_it():
     for hosts, has_rate in (([0, 1, 1], True), ([0, 1], False)):
         topology = Topology.uniform(hosts, 50e6)
-        with Cluster(topology) as cluster:
+        with EmulatedCluster(topology) as cluster:
             rates = cluster.run(measure_shared_memory, topology)
         assert rates == rates[:1] * len(hosts)
         assert (rates[0] is not None and 5e7 < rates[0] < 1e12) == has_rate

@@ -36,7 +36,7 @@ from reshard.planner import planning
 from reshard.runtime.program import build_program
 from reshard.sharding import TensorSpec
 from reshard.testing.processes import run_processes
-from reshard.topology import Host, Port
+from reshard.topology import Host, Link
 from tests.support.memory_transport import run_in_threads
 from tests.support.tensors import take_shard, whole_tensor
 
@@ -72,7 +72,7 @@ PAIRS = [
 @pytest.mark.parametrize(("src", "dst", "hosts"), PAIRS)
 def test_plans_deliver_and_take_the_time_of_their_bound(src, dst, hosts, nics):
     src, dst, topology = pair(src, dst, hosts)
-    topology = replace(topology, hosts=(Host((Port.of(1e9),) * nics),), nic_of_rank=())
+    topology = replace(topology, hosts=(Host((Link.of(1e9),) * nics),), nic_of_rank=())
     plan = rotation(src, dst, (8192, 8192), topology)
     if nics > 1 and dst.spec[:1] == (("0",),) and not src.spec:
         assert plan is None  # one region for each host enters by one of its NICs
@@ -98,7 +98,7 @@ def test_plans_deliver_and_take_the_time_of_their_bound(src, dst, hosts, nics):
 def test_ranks_expand_what_the_plan_lists(nics):
     """Each message, its order constraints and its programs are those of the listed plan."""
     src, dst, topology = pair("S01 R R", "R S1 S0", (4, 4))
-    topology = replace(topology, hosts=(Host((Port.of(1e9),) * nics),), nic_of_rank=())
+    topology = replace(topology, hosts=(Host((Link.of(1e9),) * nics),), nic_of_rank=())
     plan = rotation(src, dst, (64, 12, 8), topology)
     check_plan(plan)
     listed = Plan(plan.tensors, topology, "listed", plan.transfers, plan.staging_bytes)
@@ -138,7 +138,7 @@ def random_exchange(seed):
     sides, host_of_rank, hosts = ([], []), [], []
     counts = [chance.choice((1, 2, 3, 4, 6, 8)) for _ in sides]
     num_ranks = [chance.choice((1, 2, 3, 4)) for _ in sides]
-    kinds = [Host((Port(*chance.choices((1e9, 2e9), k=2)),) * chance.choice((1, 1, 2, 3))) for _ in sides]
+    kinds = [Host((Link(*chance.choices((1e9, 2e9), k=2)),) * chance.choice((1, 1, 2, 3))) for _ in sides]
     order = [side for side in (0, 1) for _ in range(counts[side])]
     if chance.random() < 0.4:
         chance.shuffle(order)
@@ -205,7 +205,7 @@ def test_problems_without_closed_form():
     assert RotationPlan.find([spec], topology, 2**26, 2**22 - 1) is None
     one, every, few = pair("R R", "R R", (1, 8))
     assert rotation(one, every, (64, 64), few) is None  # a broadcast would keep the sender 8 times as busy
-    slow = replace(topology, hosts=(Host((Port.of(1e9),)),) * 15 + (Host((Port.of(5e8),)),))
+    slow = replace(topology, hosts=(Host((Link.of(1e9),)),) * 15 + (Host((Link.of(5e8),)),))
     assert rotation(src, dst, (2048, 1024), slow) is None
 
 
@@ -285,8 +285,8 @@ def move(rank, num_ranks):
     result = reshard.reshard(sources, src, dst, shape=shapes, topology=topology, timeout_seconds=120)
     with pytest.raises(ArgumentError, match="verify=True needs a list of all"):
         reshard.reshard(sources, src, dst, shape=shapes, topology=topology, verify=True)
-    (channel,) = [each for group in reshard.coordination.known_groups(None) for each in group.channels.values()]
-    strategies = {plan.strategy for plan, _, _ in channel.cache.values()}
+    (call_group,) = [each for group in reshard.coordination.known_groups(None) for each in group.call_groups.values()]
+    strategies = {plan.strategy for plan, _, _ in call_group.cache.values()}
     if rank < half:
         return 0, strategies
     wrong = (count_unlike(result[name], shard_of_positions(dst, rank, shapes[name], "float32")) for name in shapes)

@@ -22,7 +22,7 @@ from reshard.planner.strategies.greedy import GreedyProblem, order_greedily
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.ragged import NO_RANK
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Port
+from reshard.topology.model import Host, Link
 from reshard.topology.presets import load_preset
 from tests.reference.greedy import order_python
 from tests.support.random_problems import random_problem
@@ -53,7 +53,7 @@ def test_large_exchange_takes_one_message_per_pair(is_in_place):
 
 
 @pytest.mark.parametrize(
-    "topology", [None, Topology(tuple(rank // 8 for rank in range(64)), (Host((Port.of(5e10),) * 8),))]
+    "topology", [None, Topology(tuple(rank // 8 for rank in range(64)), (Host((Link.of(5e10),) * 8),))]
 )
 def test_default_latency_limits_the_number_of_messages(topology):
     src, dst = Layout(Mesh.of((4, 8)), "S01 R"), Layout(Mesh.of((4, 8), first_rank=32), "R S01")

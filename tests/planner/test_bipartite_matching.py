@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from reshard.plan.model import num_recv_slots
-from reshard.planner.multicast.native_schedule import Schedule
+from reshard.planner.multicast.native_schedule import ChunkSchedule
 from reshard.planner.multicast.relay_limits import _fits, limit_relay_staging
 from tests.reference.bipartite_matching import find_pairs
 
@@ -62,7 +62,7 @@ def test_staged_messages_count_until_they_are_forwarded(order, most):
 def test_staged_messages_that_do_not_fit_are_forwarded_at_once():
     """Rank 5 receives three pieces before it forwards them to rank 6, which needs them."""
     after = [[], [0], [1], [0, 2], [1, 3], [2, 4]]
-    schedule = Schedule(
+    schedule = ChunkSchedule(
         piece=np.array([0, 1, 2, 0, 1, 2]),
         sender=np.array([0, 0, 0, 5, 5, 5]),
         receiver=np.array([5, 5, 5, 6, 6, 6]),

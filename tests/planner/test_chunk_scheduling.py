@@ -14,12 +14,12 @@ from reshard.plan.messages import expand_messages
 from reshard.plan.transfers import Transfers
 from reshard.planner.multicast import strategy as multicast_module
 from reshard.planner.multicast.native_schedule import make_schedule
-from reshard.planner.multicast.strategy import make_workload, multicast, ports_of
+from reshard.planner.multicast.strategy import make_workload, multicast, nics_of
 from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Port
+from reshard.topology.model import Host, Link
 from tests.reference.pod_chunk_scheduler import PodChunkScheduler
 from tests.reference.schedule import schedule_python
 from tests.support.random_problems import random_problem
@@ -95,7 +95,7 @@ def test_forwarding_inside_a_host_uses_a_chain_or_a_binary_tree(receivers, sched
 )  # fmt: skip
 def test_ranks_take_turns_if_one_rank_cannot_forward_everything(receivers, inside, is_fast):
     """With a NIC of 1 GB/s. Ranks of a chain forward each byte once, ranks of a tree twice, and must stay half idle."""
-    hosts = (Host((Port.of(1e9),)),) * 2
+    hosts = (Host((Link.of(1e9),)),) * 2
     topology = Topology((0, *[1] * receivers), hosts, inside_bytes_per_second=inside)
     assert (make_workload(_broadcast((2**20,), receivers, topology))[0].max_lead > 1) == is_fast
 
@@ -152,5 +152,5 @@ def test_chosen_pod_transfers_cannot_be_improved_by_an_exchange(monkeypatch):
         src, dst, shape, topology = random_problem(seed)
         if topology.pods:
             problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
-            schedule_python(ports_of(problem), make_workload(problem)[0])
+            schedule_python(nics_of(problem), make_workload(problem)[0])
     assert seen["rounds"] > 1000 and not seen["gains"]

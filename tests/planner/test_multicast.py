@@ -20,10 +20,10 @@ from reshard.plan.text_writer import format_plan
 from reshard.planner.multicast.classes import Classes, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses
 from reshard.planner.multicast.native_schedule import make_schedule
-from reshard.planner.multicast.strategy import make_workload, multicast_from_fast, ports_of, without_slow_holders
+from reshard.planner.multicast.strategy import make_workload, multicast_from_fast, nics_of, without_slow_holders
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Port
+from reshard.topology.model import Host, Link
 from reshard.topology.presets import load_preset
 from tests.reference.schedule import schedule_python
 from tests.support.memory_transport import run_in_threads
@@ -60,7 +60,7 @@ def test_plans_are_near_the_bound(src, dst, src_hosts, dst_hosts):
 @pytest.mark.parametrize("nbytes", [2**10, 2**16, 2**22, 2**28])
 def test_broadcast_from_one_holder_is_near_the_optimal_number_of_rounds(hosts, nbytes):
     rate, latency = 4e11, 1.5e-5
-    topology = Topology(tuple(range(hosts + 1)), (Host((Port.of(rate),)),), latency_seconds=latency)
+    topology = Topology(tuple(range(hosts + 1)), (Host((Link.of(rate),)),), latency_seconds=latency)
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(hosts, first_rank=1))
     plan = make_plan(src, dst, (nbytes,), "int8", strategy="multicast", topology=topology)
     rounds = math.ceil(math.log2(hosts + 1))
@@ -71,7 +71,7 @@ def test_broadcast_from_one_holder_is_near_the_optimal_number_of_rounds(hosts, n
 @pytest.mark.parametrize("rates", [(1e9, 5e8, 2.5e8, 1e9, 1e9), (1e9, 1e9, 2.5e8, 2.5e8, 5e8)])
 @pytest.mark.parametrize(("src", "dst"), [("S0 R", "R S0"), ("R R", "S0 R"), ("S0 R", "R R"), ("R S1", "S1 R")])
 def test_auto_is_not_slower_than_other_strategies(src, dst, rates):
-    topology = Topology(tuple(rank // 2 for rank in range(10)), tuple(Host((Port.of(rate),)) for rate in rates))
+    topology = Topology(tuple(rank // 2 for rank in range(10)), tuple(Host((Link.of(rate),)) for rate in rates))
     layouts = Layout(Mesh.of((2, 2)), src), Layout(Mesh.of((3, 2), first_rank=4), dst)
     for shape in ((3000, 1024), (12, 8)):
         for latency in (0.0, 1e-4):
@@ -137,23 +137,23 @@ def test_text_keeps_the_order_across_ranks():
 )
 def test_native_and_reference_schedules_are_equal(case, nics, in_pods, rates, inside, is_mixed, near_first, partners):
     shape, src, dst, topology = case
-    nic_rates = [[Port.of(rate / (1 + 9 * (is_mixed and n % 2))) for n in range(nics)] for rate in rates]
+    nic_rates = [[Link.of(rate / (1 + 9 * (is_mixed and n % 2))) for n in range(nics)] for rate in rates]
     hosts = tuple(Host(row, i % 2 if in_pods else None) for i, row in enumerate(nic_rates))
-    topology = replace(topology, hosts=hosts, nic_of_rank=(), pods=(Port.of(5e8), Port.of(1e9)) if in_pods else ())
+    topology = replace(topology, hosts=hosts, nic_of_rank=(), pods=(Link.of(5e8), Link.of(1e9)) if in_pods else ())
     topology = replace(topology, inside_bytes_per_second=inside[0], inside_latency_seconds=inside[1])
     plan = make_plan(src, dst, shape, "float32", strategy="multicast", topology=topology)
     check_plan(plan)
     copy.copy(plan.transfers)  # through the constructor, which checks ``after`` and ``source``
     problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
     workload = replace(make_workload(problem)[0], near_first=near_first, keeps_partners=partners)
-    ports = ports_of(problem)
-    native, reference = make_schedule(ports, workload), schedule_python(ports, workload)
+    nics = nics_of(problem)
+    native, reference = make_schedule(nics, workload), schedule_python(nics, workload)
     for name in native.__dataclass_fields__:
         assert (getattr(native, name) == getattr(reference, name)).all(), name
 
 
 def _gbit(*rates):
-    return Host(tuple(Port.of(rate * 1.25e8) for rate in rates))
+    return Host(tuple(Link.of(rate * 1.25e8) for rate in rates))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def _gbit(*rates):
             Layout(Mesh.of("3x8", first_rank=24), "S1 R"),
             (1024, 32768),
             tuple(
-                Host((Port(out * 1.25e9, into * 1.25e9),) * 8, pod)
+                Host((Link(out * 1.25e9, into * 1.25e9),) * 8, pod)
                 for out, into, pod in (
                     (0.25, 1, 0), (0.5, 0.5, 0), (1, 0.5, 0), (0.25, 0.5, 1), (0.5, 1, 1), (0.5, 0.5, 1),
                 )
@@ -222,7 +222,7 @@ def _gbit(*rates):
     ids=["uneven shards", "mixed NICs", "slow replica", "different numbers of NICs", "pods of many NICs", "slow holders"],
 )  # fmt: skip
 def test_auto_is_near_the_bound_with_unequal_hosts(src, dst, shape, hosts, host_of_rank, most):
-    pods = (Port.of(1.5e10),) * 2 if hosts[0].pod is not None else ()
+    pods = (Link.of(1.5e10),) * 2 if hosts[0].pod is not None else ()
     topology = Topology(tuple(host_of_rank), hosts, pods=pods).without_latency()
     plan = make_plan(src, dst, shape, "float32", topology=topology)
     check_plan(plan)
@@ -306,7 +306,7 @@ def test_eight_chunks_inside_a_host_fit_in_staging(width):
 
 def test_rank_with_a_copy_from_its_host_sends_without_staging_again():
     """Rank 1 receives the tensor from rank 0 of its host, and sends half of it to the other host."""
-    topology = Topology((0, 0, 1, 1), (Host((Port.of(1e9),) * 2),)).without_latency()
+    topology = Topology((0, 0, 1, 1), (Host((Link.of(1e9),) * 2),)).without_latency()
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3, first_rank=1))
     plan = make_plan(src, dst, (2**20,), "float32", strategy="multicast", topology=topology)
     check_plan(plan)
@@ -320,7 +320,7 @@ def test_rank_with_a_copy_from_its_host_sends_without_staging_again():
 def test_relays_do_not_deadlock_with_slow_links_inside_hosts(staging, numel, latency, inside):
     """The rank at the sending NIC does not hold the data, so it stages all of it over a slow link inside the host."""
     topology = Topology(
-        (0, 0, 1, 1), (Host((Port.of(1e9),) * 2),), inside_bytes_per_second=inside[0],
+        (0, 0, 1, 1), (Host((Link.of(1e9),) * 2),), inside_bytes_per_second=inside[0],
         latency_seconds=latency, inside_latency_seconds=inside[1],
     )  # fmt: skip
     src, dst = Layout(Mesh([1, 2], {"x": 2}), "S0"), Layout(Mesh([3, 0], {"x": 2}), "S0")
@@ -338,8 +338,8 @@ def test_relays_do_not_deadlock_with_slow_links_inside_hosts(staging, numel, lat
 @pytest.mark.parametrize("slow", [5e8, 2.5e8, 1e7])
 @pytest.mark.parametrize("numel", [10, 100_000, 2**22])
 def test_slow_port_sends_the_last_chunk_if_the_fast_port_may_not_enter_the_pod(slow, numel):
-    hosts = (Host((Port.of(1e9),), 0), Host((Port.of(1e9),), 1), Host((Port.of(slow),), 0))
-    topology = Topology((0, 0, 1, 1, 2, 2), hosts, pods=(Port.of(1e9), Port.of(slow)))
+    hosts = (Host((Link.of(1e9),), 0), Host((Link.of(1e9),), 1), Host((Link.of(slow),), 0))
+    topology = Topology((0, 0, 1, 1, 2, 2), hosts, pods=(Link.of(1e9), Link.of(slow)))
     src, dst = Layout(Mesh([4, 2], {"x": 2}), "S0"), Layout(Mesh([0, 1, 2], {"x": 3}))
     plan = make_plan(src, dst, (numel,), "int8", topology=topology, strategy="multicast")
     check_plan(plan)
@@ -356,8 +356,8 @@ def test_unused_hosts_do_not_change_the_plan():
 
 def test_loads_are_the_bytes_of_each_port():
     """A host with two NICs sends half of 4 MiB to each of two hosts in another pod, which exchange the halves."""
-    hosts = (Host((Port.of(1e9),) * 2, 0), Host((Port.of(5e8),), 1), Host((Port.of(5e8),), 1))
-    topology = Topology((0, 0, 1, 2), hosts, pods=(Port.of(1e9), Port.of(2e9)))
+    hosts = (Host((Link.of(1e9),) * 2, 0), Host((Link.of(5e8),), 1), Host((Link.of(5e8),), 1))
+    topology = Topology((0, 0, 1, 2), hosts, pods=(Link.of(1e9), Link.of(2e9)))
     src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2))
     plan = make_plan(src, dst, (2**20,), "float32", topology=topology, strategy="multicast")
     loads = {load.port: load for load in find_loads(plan)}
@@ -394,7 +394,7 @@ def test_auto_prefers_send_recv_if_it_is_as_fast_with_fewer_messages():
 def test_rank_can_stage_a_dropped_piece_again():
     """The shards are so uneven that ranks at some NICs hold nothing. They stage pieces twice, once per receiving host."""
     src, dst = Layout(Mesh.of("4x4"), "R R S01"), Layout(Mesh.of("2x4", first_rank=16))
-    topology = Topology(tuple(rank // 4 for rank in range(24)), (Host((Port.of(1e9),) * 4),)).without_latency()
+    topology = Topology(tuple(rank // 4 for rank in range(24)), (Host((Link.of(1e9),) * 4),)).without_latency()
     plan = make_plan(src, dst, (128, 128, 40), "float32", strategy="multicast", topology=topology)
     check_plan(plan)
     received_boxes = [(message.receiver, str(message.boxes)) for message in expand_messages(plan)]

@@ -14,7 +14,7 @@ from reshard.cost.serial_ports import serial_seconds
 from reshard.planner import STRATEGIES, plan_tensors
 from reshard.planner.multicast.classes import Classes, group_rows
 from reshard.planner.multicast.native_schedule import make_schedule
-from reshard.planner.multicast.strategy import make_workload, ports_of
+from reshard.planner.multicast.strategy import make_workload, nics_of
 from reshard.planner.strategies.chunking import INSIDE_WINDOW, WINDOW
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.planner.strategies.sender_selection import SendLoads, pick_sender, pick_senders, real_ranks
@@ -39,8 +39,8 @@ def test_native_and_reference_schedules_are_equal(seed):
     src, dst, shape, topology = random_problem(seed)
     problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2 ** (16 + seed % 5))
     workload = replace(make_workload(problem)[0], near_first=seed % 3 == 1, keeps_partners=seed % 3 == 2)
-    ports = ports_of(problem)
-    native, twin = make_schedule(ports, workload), schedule_python(ports, workload)
+    nics = nics_of(problem)
+    native, twin = make_schedule(nics, workload), schedule_python(nics, workload)
     for name in native.__dataclass_fields__:
         assert (getattr(native, name) == getattr(twin, name)).all(), name
     assert (native.source >= -1).all()
@@ -53,12 +53,12 @@ def test_native_and_reference_broadcasts_are_equal(num_hosts, spec):
     topology = Topology.uniform([rank // 2 for rank in range(2 * num_hosts)]).without_latency()
     src, dst = Layout(Mesh.of((1, 2)), "S1 R"), Layout(Mesh.of((num_hosts - 1, 2), first_rank=2), spec)
     problem = PlanProblem.of([TensorSpec((4096, 96), "float32", src, dst)], topology)
-    workload, ports = replace(make_workload(problem)[0], is_broadcast=True), ports_of(problem)
-    native, twin = make_schedule(ports, workload), schedule_python(ports, workload)
+    workload, nics = replace(make_workload(problem)[0], is_broadcast=True), nics_of(problem)
+    native, twin = make_schedule(nics, workload), schedule_python(nics, workload)
     for name in native.__dataclass_fields__:
         assert (getattr(native, name) == getattr(twin, name)).all(), name
     assert workload.has_one_holder
-    chunks, sends = len(workload.host_class_of), send_in_circles(ports, workload)
+    chunks, sends = len(workload.host_class_of), send_in_circles(nics, workload)
     assert len(sends.chunk) == chunks * (num_hosts - 1)
     assert max(sends.end) <= chunks - 1 + math.ceil(math.log2(num_hosts)) + 3
 
@@ -69,18 +69,18 @@ def test_what_is_no_broadcast_is_refused():
     workload = replace(make_workload(problem)[0], is_broadcast=True)
     assert not workload.has_one_holder
     with pytest.raises(ValueError, match="the chunks are not a broadcast from one host"):
-        make_schedule(ports_of(problem), workload)
+        make_schedule(nics_of(problem), workload)
 
 
 def test_chunks_without_a_holder_are_refused():
     src, dst, shape, topology = random_problem(0)
     problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2**16)
-    workload, ports = make_workload(problem)[0], ports_of(problem)
+    workload, nics = make_workload(problem)[0], nics_of(problem)
     nobody = np.zeros_like(workload.host_class_holders[0]), workload.host_class_holders[1][:0]
     assert len(nobody[0]) > 1
     workload = replace(workload, host_class_holders=nobody)
     with pytest.raises(ValueError, match=r"^make_schedule: a chunk cannot reach a host that needs it$"):
-        make_schedule(ports, workload)
+        make_schedule(nics, workload)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -118,8 +118,8 @@ def test_native_and_reference_rotations_are_equal(seed):
     found = {name: np.empty(count, dtype=np.int64) for name in names[:5]}
     found |= {"after_at": np.empty(count + 1, dtype=np.int64), "after": np.empty(2 * count, dtype=np.int64)}
     host = topology.host_by_rank
-    port = host * MAX_NICS + topology.nic_by_rank
-    arrays = classes.receivers, np.array(holder), classes.nbytes, np.array(piece_at), host, port
+    nic = host * MAX_NICS + topology.nic_by_rank
+    arrays = classes.receivers, np.array(holder), classes.nbytes, np.array(piece_at), host, nic
     limits = topology.num_hosts * MAX_NICS, rotates, most_bytes, WINDOW, INSIDE_WINDOW
     num_after = _native.rotate(*arrays, *limits, **found)
     if expected is None:
@@ -137,12 +137,12 @@ def test_native_and_reference_loads_and_rows_are_equal(seed):
     src, dst, shape, topology = random_problem(seed)
     problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
     host = topology.host_by_rank
-    port = host * MAX_NICS + topology.nic_by_rank
+    nic = host * MAX_NICS + topology.nic_by_rank
     loads = {name: np.zeros(topology.num_hosts * MAX_NICS) for name in ("sent", "received", "pairs")}
     holder = np.ascontiguousarray(problem.holders[:, 0])
     receivers = np.where(problem.receivers == holder[:, None], NO_RANK, problem.receivers)
     problem = replace(problem, holders=holder[:, None], destinations=receivers)
-    _native.add_direct_loads(holder, receivers, problem.nbytes, host, port, *loads.values())
+    _native.add_direct_loads(holder, receivers, problem.nbytes, host, nic, *loads.values())
     found = {
         (name, int(at) // MAX_NICS, int(at) % MAX_NICS): load[at]
         for name, load in loads.items()

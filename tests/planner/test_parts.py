@@ -14,7 +14,7 @@ from reshard.planner.multicast.strategy import schedule_chunks
 from reshard.planner.strategies.chunking import routes_to_transfers
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.sharding import TensorSpec
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 from tests.campaigns.estimates import make_plans, make_problem
 
 RATE = 5e10
@@ -26,9 +26,9 @@ def experts(oversubscription, dst=("4x16", "S1 R R"), slow_host_rate=RATE, num_e
     uplink = 4 * 4 * RATE / oversubscription
     topology = Topology(
         tuple(rank // 4 for rank in range(128)),
-        tuple(Host((Port(rate, rate),) * 4, pod=host // 4) for host, rate in enumerate(rates)),
+        tuple(Host((Link(rate, rate),) * 4, pod=host // 4) for host, rate in enumerate(rates)),
         tuple(rank % 4 for rank in range(128)),
-        (Port(uplink, uplink),) * 8,
+        (Link(uplink, uplink),) * 8,
         inside_bytes_per_second=4e11,
         latency_seconds=1e-5,
         inside_latency_seconds=5e-6,

@@ -12,7 +12,7 @@ from reshard import Layout, Mesh, Topology, check_plan, make_plan
 from reshard.errors import RankLostError
 from reshard.plan.messages import expand_messages
 from reshard.planner.recovery import (
-    Piece,
+    MissingBox,
     RankProgress,
     _cut,
     _format_loss,
@@ -69,7 +69,7 @@ def _holdings(first, ranks, landed):
 def test_ranks_without_progress_have_received_nothing():
     plan = make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([2])), (4,), "int8", strategy="send_recv")
     assert find_missing(plan, whole_tensors(plan), {}, [0, 1, 2]) == [
-        Piece(0, (0,), (2,), frozenset({2})), Piece(0, (2,), (4,), frozenset({2})),
+        MissingBox(0, (0,), (2,), frozenset({2})), MissingBox(0, (2,), (4,), frozenset({2})),
     ]  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def test_survivors_receive_everything_that_a_survivor_holds(case, strategy, data
 )
 def test_error_names_up_to_three_lost_regions(num_regions, lost, text):
     plan = make_plan(Layout(Mesh([4])), Layout(Mesh([0])), {"w": (18,)}, "int8")
-    unheld = [Piece(0, (2 * i,), (2 * i + 1,), frozenset({i})) for i in range(num_regions)]
+    unheld = [MissingBox(0, (2 * i,), (2 * i + 1,), frozenset({i})) for i in range(num_regions)]
     assert text in _format_loss(unheld, plan, lost)
 
 
@@ -176,7 +176,7 @@ def test_missing_chunks_of_one_region_form_one_piece():
 
 
 def test_pieces_are_cut_at_bounds_of_overlapping_pieces():
-    piece = Piece(0, (0, 0), (8, 4), frozenset({1}))
+    piece = MissingBox(0, (0, 0), (8, 4), frozenset({1}))
 
     def ends(*others):
         return [(part.start, part.stop) for part in _cut(piece, [replace(piece, **other) for other in others])]

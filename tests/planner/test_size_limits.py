@@ -16,13 +16,13 @@ from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.rotation import rotate_hosts
-from reshard.planner.multicast.strategy import ports_of
+from reshard.planner.multicast.strategy import nics_of
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.direct import send_recv
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.sharding import TensorSpec
-from reshard.topology import Host, Port
+from reshard.topology import Host, Link
 
 
 def on_hosts(num_ranks, devices=2):
@@ -102,10 +102,10 @@ def test_large_exchanges_are_sent_in_rotation(src, dst, shape, monkeypatch):
 def test_exchanges_rotate_over_nics_unless_hosts_forward(dst, is_rotated, monkeypatch):
     """Each of two ranks of a host has a NIC of its own, so in each slot a rank sends to another one."""
     monkeypatch.setattr("reshard.planner.multicast.rotation.MAX_SCHEDULED", 10)
-    topology = Topology(tuple(rank // 2 for rank in range(24)), (Host((Port.of(1e9),) * 2),)).without_latency()
+    topology = Topology(tuple(rank // 2 for rank in range(24)), (Host((Link.of(1e9),) * 2),)).without_latency()
     layouts = Layout(Mesh.of("6x2"), "S01 R"), Layout(Mesh.of("6x2", first_rank=12), dst)
     problem = PlanProblem.of([TensorSpec((768, 768), "float32", *layouts)], topology)
-    rotated = rotate_hosts(problem, HostClasses.of(Classes.of(problem), topology), ports_of(problem))
+    rotated = rotate_hosts(problem, HostClasses.of(Classes.of(problem), topology), nics_of(problem))
     assert (rotated is not None) == is_rotated
     plan = make_plan(*layouts, (768, 768), "float32", topology=topology, strategy="multicast")
     check_plan(plan)

@@ -19,21 +19,21 @@ from reshard.plan.transfers import Transfers
 from reshard.planner import auto
 from reshard.planner.estimates import Floors
 from reshard.planner.multicast.strategy import make_workload, multicast
-from reshard.planner.multicast.workload import Workload
+from reshard.planner.multicast.workload import ChunkWorkload
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.direct import send_recv
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Port
+from reshard.topology.model import Host, Link
 from tests.support.random_problems import random_problem
 
 
 def test_chain_enters_each_pod_once():
     """Hosts 0 to 5 are in pods 0, 1, 0, 1, 0, 1."""
-    hosts = tuple(Host((Port.of(1e9),), host % 2) for host in range(6))
-    topology = Topology(tuple(range(6)), hosts, pods=(Port.of(1e9),) * 2)
+    hosts = tuple(Host((Link.of(1e9),), host % 2) for host in range(6))
+    topology = Topology(tuple(range(6)), hosts, pods=(Link.of(1e9),) * 2)
     src, dst = Layout(Mesh.of(1, first_rank=2)), Layout(Mesh([0, 1, 3, 4, 5], {"x": 5}))
     plan = make_plan(src, dst, (2**20,), "float32", topology=topology, strategy="broadcast")
     edges = [*zip(plan.transfers.sender.tolist(), plan.transfers.receiver.tolist(), strict=True)]
@@ -110,15 +110,15 @@ def test_workload_counts_steps_and_by_default_messages_inside_hosts_are_free():
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
     workload, _ = make_workload(PlanProblem.of([spec], Topology((0, 1, 2, 3))))
     assert workload.num_steps == len(workload.host_class_of) * 3 * (4 + 1 + 3)
-    needed = [name for name, field in Workload.__dataclass_fields__.items() if field.default is MISSING]
-    plain = Workload(**{name: getattr(workload, name) for name in needed})
+    needed = [name for name, field in ChunkWorkload.__dataclass_fields__.items() if field.default is MISSING]
+    plain = ChunkWorkload(**{name: getattr(workload, name) for name in needed})
     assert (plain.max_lead, plain.inside_each, plain.inside_per_byte) == (1, 0, 0)  # messages inside hosts are free
     assert not plain.near_first and not plain.keeps_partners
 
 
 @pytest.mark.parametrize("steps", [2 * 10**9, 25 * 10**8])
 def test_regions_are_broadcast_above_the_step_limit(steps, monkeypatch):
-    monkeypatch.setattr(Workload, "num_steps", steps)
+    monkeypatch.setattr(ChunkWorkload, "num_steps", steps)
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0, 1])), Layout(Mesh([2, 3])))
     problem = PlanProblem.of([spec], Topology((0, 1, 2, 3)))
     assert isinstance(multicast(problem), Routes if steps > 2 * 10**9 else Transfers)
@@ -160,7 +160,7 @@ def test_auto_skips_strategies_that_cannot_differ(monkeypatch):
         specs = [TensorSpec((64,), "int8", *layouts, str(index)) for index in range(num)]
         return PlanProblem.of(specs, Topology((0, 1, 2, 3), hosts, latency_seconds=1e-3))
 
-    slow, fast, two = (Host((Port.of(rate),) * n) for rate, n in ((1e8, 1), (1e9, 1), (1e9, 2)))
+    slow, fast, two = (Host((Link.of(rate),) * n) for rate, n in ((1e8, 1), (1e9, 1), (1e9, 2)))
     always = {"send_recv", "multicast", "broadcast_naive", "multicast_from_partners"}
     orders = {"broadcast_greedy", "broadcast_search"}
     gathers = {"local_all_gather", "global_all_gather"}

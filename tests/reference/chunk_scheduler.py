@@ -6,7 +6,7 @@ lacks. The clock then advances to the next end of a transfer. With equal rates, 
 schedule is a sequence of time slots.
 
 A time unit is the time that a chunk of full size takes at rate 1. Names are short because the formulas are long: ``s``
-and ``r`` are the sending and the receiving port, ``out`` and ``into`` the two directions of ports, ``up`` and ``down``
+and ``r`` are the sending and the receiving NIC, ``out`` and ``into`` the two directions of NICs, ``up`` and ``down``
 those of pod uplinks.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from reshard.planner.multicast.workload import UNITS, Ports, Workload
+from reshard.planner.multicast.workload import CHUNK_UNITS, ChunkWorkload, Nics
 from tests.reference.bipartite_matching import find_pairs
 from tests.reference.chunk_state import ChunkState
 from tests.reference.proportional_fairness import share_ports
@@ -30,10 +30,10 @@ _NO_RATE = 1e-9
 
 @dataclass
 class ChunkSends:
-    """Sends of chunks between ports, in the order of their starts.
+    """Sends of chunks between NICs, in the order of their starts.
 
     Attributes:
-        chunk, sender, receiver: the chunk and the two ports of each send.
+        chunk, sender, receiver: the chunk and the two NICs of each send.
         source: the send that brought the chunk to the sending host; -1 if that host holds the chunk from the start.
         after: the sends that must end before this one starts, because it reuses their rate.
         start, end: times of each send.
@@ -59,8 +59,8 @@ class ChunkSends:
         return len(self.chunk) - 1
 
 
-class _Resource:
-    """One direction of a port or uplink, which transfers share. It records which ended sends freed its rate."""
+class _Port:
+    """One direction of a NIC or uplink, which transfers share. It records which ended sends freed its rate."""
 
     __slots__ = ("free", "free_parts", "number", "rate")
 
@@ -113,23 +113,23 @@ class ChunkScheduler:
     """Computes one schedule.
 
     Args:
-        ports: the network.
+        nics: the network.
         workload: the chunks to schedule.
     """
 
-    def __init__(self, ports: Ports, workload: Workload) -> None:
-        self.ports = ports
-        self.chunk_state = ChunkState(ports, workload)
-        self.used = [port for port, ranks in enumerate(ports.ranks) if ranks]
+    def __init__(self, nics: Nics, workload: ChunkWorkload) -> None:
+        self.nics = nics
+        self.chunk_state = ChunkState(nics, workload)
+        self.used = [nic for nic, ranks in enumerate(nics.ranks) if ranks]
         # total rate of the ports of each host
-        self.host_out, self.host_into = ([0.0] * (max(ports.host) + 1) for _ in range(2))
-        for port in self.used:
-            self.host_out[ports.host[port]] += ports.out[port]
-            self.host_into[ports.host[port]] += ports.into[port]
-        self.capacity = [*ports.out, *ports.into, *ports.up, *ports.down]
-        resources = iter([_Resource(number, rate) for number, rate in enumerate(self.capacity)])
+        self.host_out, self.host_into = ([0.0] * (max(nics.host) + 1) for _ in range(2))
+        for nic in self.used:
+            self.host_out[nics.host[nic]] += nics.out[nic]
+            self.host_into[nics.host[nic]] += nics.into[nic]
+        self.capacity = [*nics.out, *nics.into, *nics.up, *nics.down]
+        ports = iter([_Port(number, rate) for number, rate in enumerate(self.capacity)])
         self.out, self.into, self.up, self.down = (
-            list(itertools.islice(resources, len(rates))) for rates in (ports.out, ports.into, ports.up, ports.down)
+            list(itertools.islice(ports, len(rates))) for rates in (nics.out, nics.into, nics.up, nics.down)
         )
         self.price = [0.0] * len(self.capacity)  # dual variables of fair sharing, kept as a warm start
         self.chunk_sends = ChunkSends()
@@ -163,15 +163,15 @@ class ChunkScheduler:
 
     def match(self) -> bool:
         """Start transfers between free ports; return whether one started."""
-        host, out, into, chunk_state = self.ports.host, self.out, self.into, self.chunk_state
+        host, out, into, chunk_state = self.nics.host, self.out, self.into, self.chunk_state
         min_free = _MIN_FREE_FRACTION / 4  # ports with less free rate are not tried, to save time
         senders = [p for p in self.used if out[p].free > min_free * out[p].rate and chunk_state.have[host[p]]]
         receivers = [p for p in self.used if into[p].free > min_free * into[p].rate and chunk_state.miss[host[p]]]
         if not senders or not receivers:
             return False
         # time that the host of each port still needs to receive or to send
-        to_get = {p: chunk_state.to_get[host[p]] / UNITS / self.host_into[host[p]] for p in receivers}
-        to_give = {p: chunk_state.to_give[host[p]] / UNITS / self.host_out[host[p]] for p in senders}
+        to_get = {p: chunk_state.to_get[host[p]] / CHUNK_UNITS / self.host_into[host[p]] for p in receivers}
+        to_give = {p: chunk_state.to_give[host[p]] / CHUNK_UNITS / self.host_out[host[p]] for p in senders}
         receivers.sort(key=lambda p: (-to_get[p], -into[p].rate, p))
         senders.sort(key=lambda p: (-to_give[p], -out[p].rate, p))
         return self.pair(senders, receivers, to_get, to_give)
@@ -220,22 +220,22 @@ class ChunkScheduler:
 
     def would_be_late(self, s: int, r: int) -> bool:
         """Whether a transfer takes longer than its receiver's remaining work, and a faster port could do it instead."""
-        host = self.ports.host
-        rate, left = self.rate(s, r), self.chunk_state.to_get[host[r]] / UNITS / self.host_into[host[r]]
-        if self.ports.have_equal_rates or self.may_be_late or rate * left >= 1:
+        host = self.nics.host
+        rate, left = self.rate(s, r), self.chunk_state.to_get[host[r]] / CHUNK_UNITS / self.host_into[host[r]]
+        if self.nics.have_equal_rates or self.may_be_late or rate * left >= 1:
             return False
         chunk = self.chunk_state.choose(s, r)
-        if self.chunk_state.size[chunk] / UNITS <= rate * left:
+        if self.chunk_state.size[chunk] / CHUNK_UNITS <= rate * left:
             return False
         if any(host[p] == host[r] and self.into[p].rate > self.into[r].rate for p in self.used):
             return True
         have = self.chunk_state.have
         return any(self.out[p].rate > self.out[s].rate and have[host[p]] >> chunk & 1 for p in self.used)
 
-    def path(self, s: int, r: int) -> list[_Resource]:
+    def path(self, s: int, r: int) -> list[_Port]:
         """The ports and uplinks that a transfer uses."""
-        pod = self.ports.pod
-        a, b = self.ports.host[s], self.ports.host[r]
+        pod = self.nics.pod
+        a, b = self.nics.host[s], self.nics.host[r]
         if pod and pod[a] != pod[b]:
             return [self.out[s], self.up[pod[a]], self.down[pod[b]], self.into[r]]
         return [self.out[s], self.into[r]]
@@ -243,21 +243,21 @@ class ChunkScheduler:
     def rate(self, s: int, r: int) -> float:
         """The rate that a transfer could reserve now, 0 if that is too little to start."""
         path = self.path(s, r)
-        rate = min(resource.free for resource in path)
-        return rate if rate >= _MIN_FREE_FRACTION * min(resource.rate for resource in path) else 0.0
+        rate = min(port.free for port in path)
+        return rate if rate >= _MIN_FREE_FRACTION * min(port.rate for port in path) else 0.0
 
     def start(self, s: int, r: int, may_enter_again: bool = False) -> bool:
         """Start a transfer, if a chunk and rate are available; return whether it started."""
         chunk, rate = self.chunk_state.choose(s, r, may_enter_again), self.rate(s, r)
         if chunk < 0 or rate <= 0:
             return False
-        source = self.chunk_state.source.get((chunk, self.ports.host[s]), -1)
-        self.chunk_state.start(chunk, self.ports.host[r])
+        source = self.chunk_state.source.get((chunk, self.nics.host[s]), -1)
+        self.chunk_state.start(chunk, self.nics.host[r])
         order: dict[int, None] = {}
-        for resource in self.path(s, r):
-            order.update(dict.fromkeys(resource.reserve(rate, s)))
+        for port in self.path(s, r):
+            order.update(dict.fromkeys(port.reserve(rate, s)))
         chunk_send = self.chunk_sends.add(chunk, s, r, source, list(order), self.now)
-        self.flows.append(_Flow(s, r, chunk, rate, chunk_send, self.chunk_state.size[chunk] / UNITS))
+        self.flows.append(_Flow(s, r, chunk, rate, chunk_send, self.chunk_state.size[chunk] / CHUNK_UNITS))
         return True
 
     # Time
@@ -275,17 +275,17 @@ class ChunkScheduler:
                 rest.append(flow)
                 continue
             self.chunk_sends.end[flow.chunk_send] = self.now
-            for resource in self.path(flow.s, flow.r):
-                resource.release(flow.rate, flow.chunk_send, flow.s)
+            for port in self.path(flow.s, flow.r):
+                port.release(flow.rate, flow.chunk_send, flow.s)
             self.chunk_state.land(flow.chunk, flow.r, flow.chunk_send)
         self.flows = rest
 
     def set_speeds(self) -> None:
         """Set the speed of each transfer. It can exceed the reserved rate, if the ports have unused rate."""
-        if self.ports.have_equal_rates:  # each transfer has its ports to itself
+        if self.nics.have_equal_rates:  # each transfer has its ports to itself
             for flow in self.flows:
                 flow.speed = flow.rate
             return
-        paths = [[resource.number for resource in self.path(flow.s, flow.r)] for flow in self.flows]
+        paths = [[port.number for port in self.path(flow.s, flow.r)] for flow in self.flows]
         for flow, speed in zip(self.flows, share_ports(paths, self.capacity, self.price), strict=True):
             flow.speed = speed

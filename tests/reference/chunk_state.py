@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.planner.multicast.workload import Ports, Workload, rows_of
+from reshard.planner.multicast.workload import ChunkWorkload, Nics, rows_of
 
 
 class ChunkState:
@@ -18,9 +18,9 @@ class ChunkState:
         source: the send that brought the chunk, by (chunk, host).
     """
 
-    def __init__(self, ports: Ports, workload: Workload) -> None:
-        self.ports, self.near_first = ports, workload.near_first
-        num_hosts, num_pods, num_chunks = max(ports.host) + 1, len(ports.up), len(workload.host_class_of)
+    def __init__(self, nics: Nics, workload: ChunkWorkload) -> None:
+        self.nics, self.near_first = nics, workload.near_first
+        num_hosts, num_pods, num_chunks = max(nics.host) + 1, len(nics.up), len(workload.host_class_of)
         self.size = workload.host_class_size[workload.host_class_of].tolist()
         self.have = [0] * num_hosts
         self.miss = [0] * num_hosts
@@ -36,14 +36,14 @@ class ChunkState:
         self.host_class_of = workload.host_class_of.tolist()
         self.pods_with: list[set[int]] = [set() for _ in range(num_chunks)]  # by chunk
         self.pods_without: list[set[int]] = [set() for _ in range(num_chunks)]
-        self.near_out = [0] * len(ports.host)  # by port, chunks that its ranks hold or received
-        self.near_in = [0] * len(ports.host)  # by port, chunks that its ranks need
+        self.near_out = [0] * len(nics.host)  # by NIC, chunks that its ranks hold or received
+        self.near_in = [0] * len(nics.host)  # by NIC, chunks that its ranks need
         self.source: dict[tuple[int, int], int] = {}
         destinations = rows_of(workload.host_class_receivers)
         for chunk, host_class in enumerate(self.host_class_of):
             if destinations[host_class]:
                 self._place(chunk, self.holders[host_class], destinations[host_class])
-        if ports.have_multi_port_hosts:
+        if nics.have_multi_nic_hosts:
             self._place_ranks(workload)
 
     def _place(self, chunk: int, holders: list[int], destinations: list[int]) -> None:
@@ -57,7 +57,7 @@ class ChunkState:
         self.copies[chunk] = len(holders)
         self.level[len(holders)] |= bit
         self.fresh |= bit
-        pod = self.ports.pod
+        pod = self.nics.pod
         if not pod:
             return
         having = self.pods_with[chunk] = {pod[host] for host in holders}
@@ -69,8 +69,8 @@ class ChunkState:
         if len(having) == 1:
             self.to_leave[min(having)] += size * len(lacking)
 
-    def _place_ranks(self, workload: Workload) -> None:
-        of_rank = self.ports.of_rank
+    def _place_ranks(self, workload: ChunkWorkload) -> None:
+        of_rank = self.nics.of_rank
         having, needing = rows_of(workload.class_holders), rows_of(workload.class_receivers)
         for chunk, k in enumerate(workload.piece_class[workload.piece_at[:-1]].tolist()):
             for rank in having[k]:
@@ -79,18 +79,18 @@ class ChunkState:
                 self.near_in[of_rank[rank]] |= 1 << chunk
 
     def candidates(self, s: int, r: int, may_enter_again: bool = False) -> int:
-        """The chunks that the host of port ``s`` can send to the host of port ``r``; a chunk enters each pod once."""
-        a, b = self.ports.host[s], self.ports.host[r]
+        """The chunks that the host of NIC ``s`` can send to the host of NIC ``r``; a chunk enters each pod once."""
+        a, b = self.nics.host[s], self.nics.host[r]
         found = self.have[a] & self.miss[b]
-        pod = self.ports.pod
+        pod = self.nics.pod
         if pod and pod[a] != pod[b] and not may_enter_again:
             found &= ~self.in_pod[pod[b]]
         return found
 
     def choose(self, s: int, r: int, may_enter_again: bool = False) -> int:
-        """The best chunk to send from port ``s`` to port ``r``, -1 if there is none.
+        """The best chunk to send from NIC ``s`` to NIC ``r``, -1 if there is none.
 
-        The rarest chunk comes first, then a chunk that ranks at both ports hold and need. With ``near_first`` the order
+        The rarest chunk comes first, then a chunk that ranks at both NICs hold and need. With ``near_first`` the order
         of these rules is reversed.
         """
         found = self.candidates(s, r, may_enter_again)
@@ -106,8 +106,8 @@ class ChunkState:
         return (found & -found).bit_length() - 1
 
     def near(self, found: int, s: int, r: int) -> int:
-        """Narrow the chunks to those that ranks at port ``s`` have, then to those that ranks at port ``r`` need."""
-        if self.ports.have_multi_port_hosts:
+        """Narrow the chunks to those that ranks at NIC ``s`` have, then to those that ranks at NIC ``r`` need."""
+        if self.nics.have_multi_nic_hosts:
             found = found & self.near_out[s] or found
             found = found & self.near_in[r] or found
         return found
@@ -123,8 +123,8 @@ class ChunkState:
             self.fresh &= ~bit
             for holder in self.holders[self.host_class_of[chunk]]:
                 self.to_give[holder] -= size
-        if self.ports.pod and not self.in_pod[self.ports.pod[host]] & bit:
-            q = self.ports.pod[host]
+        if self.nics.pod and not self.in_pod[self.nics.pod[host]] & bit:
+            q = self.nics.pod[host]
             having, lacking = self.pods_with[chunk], self.pods_without[chunk]
             if len(having) == 1:
                 self.to_leave[min(having)] -= size * len(lacking)
@@ -133,11 +133,11 @@ class ChunkState:
             having.add(q)
             self.in_pod[q] |= bit
 
-    def land(self, chunk: int, port: int, chunk_send: int) -> None:
-        """Record that a chunk has arrived at a port."""
-        host, bit = self.ports.host[port], 1 << chunk
+    def land(self, chunk: int, nic: int, chunk_send: int) -> None:
+        """Record that a chunk has arrived at a NIC."""
+        host, bit = self.nics.host[nic], 1 << chunk
         self.have[host] |= bit
         self.to_get[host] -= self.size[chunk]
         self.source[chunk, host] = chunk_send
-        if self.ports.have_multi_port_hosts:
-            self.near_out[port] |= bit
+        if self.nics.have_multi_nic_hosts:
+            self.near_out[nic] |= bit

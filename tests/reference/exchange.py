@@ -32,7 +32,7 @@ def rotate_python(
 ) -> Messages | None:
     """The messages of a rotation in order; None if its ports are busy for more than ``most_bytes``."""
     host = topology.host_of_rank
-    port = list(zip(host, topology.nic_of_rank, strict=True))
+    nic = list(zip(host, topology.nic_of_rank, strict=True))
     groups = []
     for k, row in enumerate(classes.receivers.tolist()):
         receivers = sorted((rank for rank in row if rank != NO_RANK), key=lambda rank: host[rank])
@@ -40,12 +40,12 @@ def rotate_python(
             chain = list(members)
             first = k % len(chain) if rotates else 0
             groups.append((k, chain[first:] + chain[:first]))
-    senders = sorted({port[rank] for rank in holder})
-    reached = sorted({port[chain[0]] for _, chain in groups})
+    senders = sorted({nic[rank] for rank in holder})
+    reached = sorted({nic[chain[0]] for _, chain in groups})
     num_slots = max(len(senders), len(reached))
     order = []
     for k, chain in groups:
-        i, j = senders.index(port[holder[k]]), reached.index(port[chain[0]])
+        i, j = senders.index(nic[holder[k]]), reached.index(nic[chain[0]])
         slot = (j - i) % num_slots if host[holder[k]] != host[chain[0]] else -1
         order.append((slot, i, k, j, chain))
     order.sort()

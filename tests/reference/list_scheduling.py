@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from reshard.scheduler.graph import Pipeline
 from reshard.scheduler.ir.actions import Action, Kind, StageChannel
-from reshard.scheduler.schedules.list_scheduling import Policy
+from reshard.scheduler.schedules.list_scheduling import DispatchRule
 from reshard.scheduler.simulation.channels import LinkRates, make_channel_states
 
 
@@ -25,7 +25,7 @@ class _Stage:
 
 
 def order_greedily(
-    pipeline: Pipeline, num_microbatches: int, pp_rank_of_stage: Sequence[int], policy: Policy
+    pipeline: Pipeline, num_microbatches: int, pp_rank_of_stage: Sequence[int], policy: DispatchRule
 ) -> list[list[Action]]:
     """The computations of each pp rank, by start time. A stage computes its microbatches in order.
 

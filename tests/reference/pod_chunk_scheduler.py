@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reshard.planner.multicast.workload import UNITS
+from reshard.planner.multicast.workload import CHUNK_UNITS
 from tests.reference.chunk_scheduler import ChunkScheduler
 
 _PASSES = 8
@@ -13,7 +13,7 @@ _GAIN = 1e-9
 
 @dataclass(eq=False, slots=True)
 class _Choice:
-    """A transfer that could start: its rate, the numbers of its resources, and its weight."""
+    """A transfer that could start: its rate, the numbers of its ports, and its weight."""
 
     s: int
     r: int
@@ -73,7 +73,7 @@ class PodChunkScheduler(ChunkScheduler):
         for r in receivers:
             for s in senders:
                 if self.can_start(s, r):
-                    passes = [resource.number for resource in self.path(s, r)]
+                    passes = [port.number for port in self.path(s, r)]
                     choices.append(_Choice(s, r, self.rate(s, r), passes, sum(worth[number] for number in passes)))
         choices.sort(key=lambda choice: (-choice.weight, choice.r, choice.s))
         chosen = self.choose_transfers(choices)
@@ -84,15 +84,18 @@ class PodChunkScheduler(ChunkScheduler):
         return self.help_pods(senders, receivers, to_get) or started
 
     def worth(self, to_get: dict[int, float], to_give: dict[int, float]) -> dict[int, float]:
-        """Weight of keeping each resource busy, by number: about 1 for the most work left, steeply falling with less."""
+        """Weight of keeping each port busy, by number: about 1 for the most work left, steeply falling with less."""
         left = {
             **{self.into[r].number: load for r, load in to_get.items()},
             **{self.out[s].number: load for s, load in to_give.items()},
             **{
-                down.number: load / UNITS / down.rate
+                down.number: load / CHUNK_UNITS / down.rate
                 for down, load in zip(self.down, self.chunk_state.to_enter, strict=True)
             },
-            **{up.number: load / UNITS / up.rate for up, load in zip(self.up, self.chunk_state.to_leave, strict=True)},
+            **{
+                up.number: load / CHUNK_UNITS / up.rate
+                for up, load in zip(self.up, self.chunk_state.to_leave, strict=True)
+            },
         }
         most = max(left.values())
         worth = {}
@@ -103,7 +106,7 @@ class PodChunkScheduler(ChunkScheduler):
 
     def choose_transfers(self, choices: list[_Choice]) -> _Chosen:
         """Choose the heaviest transfers first, then exchange transfers for conflicting ones while that gains weight."""
-        free_rate = {resource.number: resource.free for resource in (*self.up, *self.down)}
+        free_rate = {port.number: port.free for port in (*self.up, *self.down)}
         chosen = _Chosen(free_rate)
         by_port: dict[int, list[_Choice]] = {}
         for choice in choices:
@@ -145,10 +148,10 @@ class PodChunkScheduler(ChunkScheduler):
     def help_pods(self, senders: list[int], receivers: list[int], to_get: dict[int, float]) -> bool:
         """Let idle senders of other pods serve idle receivers through uplinks with spare time."""
         started = False
-        host, pod = self.ports.host, self.ports.pod
+        host, pod = self.nics.host, self.nics.pod
         for r in receivers:
             q = pod[host[r]]
-            if self.chunk_state.to_enter[q] / UNITS / self.down[q].rate + 1 > to_get[r]:
+            if self.chunk_state.to_enter[q] / CHUNK_UNITS / self.down[q].rate + 1 > to_get[r]:
                 continue
             for s in senders:
                 if pod[host[s]] != q and self.rate(s, r) > 0 and self.start(s, r, may_enter_again=True):

@@ -1,11 +1,11 @@
-"""The twin of ``native/rank_assignment.h``: turn sends of chunks between ports into messages between ranks."""
+"""The twin of ``native/rank_assignment.h``: turn sends of chunks between NICs into messages between ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from reshard.planner.multicast.host_classes import LONGEST_CHAIN
-from reshard.planner.multicast.workload import Ports, Workload, rows_of
+from reshard.planner.multicast.workload import ChunkWorkload, Nics, rows_of
 from tests.reference.chunk_scheduler import ChunkSends
 
 #: Limit on pieces that a rank stages for other ranks. A rank that dropped a piece too early receives it again.
@@ -51,21 +51,21 @@ class Messages:
 class RankAssignment:
     """Chooses the sending and the receiving rank of each piece of each chunk send.
 
-    The sender is a rank at the sending port that has the piece; the receiver is a rank at the receiving port that needs
-    it. If a port has no such rank, another rank at the port stages the piece. Other ranks of the receiving host get the
+    The sender is a rank at the sending NIC that has the piece; the receiver is a rank at the receiving NIC that needs
+    it. If a NIC has no such rank, another rank at the NIC stages the piece. Other ranks of the receiving host get the
     piece from the receiver. The pieces of a chunk are sent one after another.
     """
 
-    def __init__(self, ports: Ports, workload: Workload, chunk_sends: ChunkSends) -> None:
-        self.ports, self.workload, self.chunk_sends = ports, workload, chunk_sends
-        self.host_of = [ports.host[port] if port >= 0 else -1 for port in ports.of_rank]
+    def __init__(self, nics: Nics, workload: ChunkWorkload, chunk_sends: ChunkSends) -> None:
+        self.nics, self.workload, self.chunk_sends = nics, workload, chunk_sends
+        self.host_of = [nics.host[nic] if nic >= 0 else -1 for nic in nics.of_rank]
         self.holders = [self.by_host(ranks) for ranks in rows_of(workload.class_holders)]
         self.receivers = [self.by_host(ranks) for ranks in rows_of(workload.class_receivers)]
         self.piece_class, self.piece_bytes = workload.piece_class.tolist(), workload.piece_bytes.tolist()
-        self.sent = [0] * len(ports.of_rank)  # bytes sent by each rank
-        self.received = [0] * len(ports.of_rank)  # bytes received by each rank from other hosts
-        self.last_sender: dict[int, int] = {}  # by port
-        self.last_receiver: dict[int, int] = {}  # by port
+        self.sent = [0] * len(nics.of_rank)  # bytes sent by each rank
+        self.received = [0] * len(nics.of_rank)  # bytes received by each rank from other hosts
+        self.last_sender: dict[int, int] = {}  # by NIC
+        self.last_receiver: dict[int, int] = {}  # by NIC
         self.where: dict[
             tuple[int, int], dict[int, int]
         ] = {}  # (piece, host) -> {rank: message that brought it, or -1}
@@ -128,14 +128,14 @@ class RankAssignment:
 
     def pass_on(self, piece: int, chunk_send: int, after: list[int], start: float, end: float) -> int:
         """Send a piece to another host and all its receivers there; return the message between hosts."""
-        port = self.chunk_sends.receiver[chunk_send]
-        host = self.ports.host[port]
+        nic = self.chunk_sends.receiver[chunk_send]
+        host = self.nics.host[nic]
         sender, source = self.find_sender(piece, self.chunk_sends.sender[chunk_send], start)
         destinations = self.receivers[self.piece_class[piece]][host]
-        here = [rank for rank in destinations if self.ports.of_rank[rank] == port]
-        ranks, nbytes = here or self.ports.ranks[port], self.piece_bytes[piece]
-        receiver = self.keep_or_least(ranks, self.received, self.last_receiver.get(port), nbytes)
-        self.last_receiver[port] = receiver
+        here = [rank for rank in destinations if self.nics.of_rank[rank] == nic]
+        ranks, nbytes = here or self.nics.ranks[nic], self.piece_bytes[piece]
+        receiver = self.keep_or_least(ranks, self.received, self.last_receiver.get(nic), nbytes)
+        self.last_receiver[nic] = receiver
         message = self.send(piece, sender, receiver, source, after, start, end)
         self.received[receiver] += nbytes
         brought = self.where[piece, host] = {receiver: message}
@@ -172,9 +172,9 @@ class RankAssignment:
             free_at.append(end)
             brought[rank] = self.send(piece, nodes[parent], rank, brought[nodes[parent]], [], start, end)
 
-    def find_sender(self, piece: int, port: int, when: float) -> tuple[int, int]:
-        """A rank at a port that has a piece, and the message that brought it; stages the piece there if necessary."""
-        host = self.ports.host[port]
+    def find_sender(self, piece: int, nic: int, when: float) -> tuple[int, int]:
+        """A rank at a NIC that has a piece, and the message that brought it; stages the piece there if necessary."""
+        host = self.nics.host[nic]
         brought = self.where.get((piece, host))
         if brought is None:
             brought = dict.fromkeys(self.holders[self.piece_class[piece]][host], -1)
@@ -183,13 +183,13 @@ class RankAssignment:
         if not ranks:  # the first entry is the rank that received it from another host
             ranks = list(brought)[: 1 if self.workload.max_lead > 1 else None]
         for choice in (ranks, list(brought)):
-            here = [rank for rank in choice if self.ports.of_rank[rank] == port]
+            here = [rank for rank in choice if self.nics.of_rank[rank] == nic]
             if here:
-                rank = self.keep_or_least(here, self.sent, self.last_sender.get(port), self.piece_bytes[piece])
-                self.last_sender[port] = rank
+                rank = self.keep_or_least(here, self.sent, self.last_sender.get(nic), self.piece_bytes[piece])
+                self.last_sender[nic] = rank
                 return rank, brought[rank]
         source_rank = self.least(ranks, self.sent)
-        rank = self.least(self.ports.ranks[port], self.received)
+        rank = self.least(self.nics.ranks[nic], self.received)
         earlier = self.last_use.get(
             self.dropped.get((piece, host, rank), -1)
         )  # wait for the last use of the dropped copy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from reshard.planner.multicast.native_schedule import Schedule, put_in_order
-from reshard.planner.multicast.workload import Ports, Workload
+from reshard.planner.multicast.native_schedule import ChunkSchedule, put_in_order
+from reshard.planner.multicast.workload import ChunkWorkload, Nics
 from tests.reference.chunk_scheduler import ChunkScheduler
 from tests.reference.circulant_broadcast import send_in_circles
 from tests.reference.linearization import linearize
@@ -13,24 +13,24 @@ from tests.reference.pod_chunk_scheduler import PodChunkScheduler
 from tests.reference.rank_assignment import RankAssignment
 
 
-def schedule_python(ports: Ports, workload: Workload) -> Schedule:
+def schedule_python(nics: Nics, workload: ChunkWorkload) -> ChunkSchedule:
     """See :func:`reshard.planner.multicast.native_schedule.make_schedule`."""
     if workload.is_broadcast:
-        chunk_sends = send_in_circles(ports, workload)
+        chunk_sends = send_in_circles(nics, workload)
     else:
-        chunk_sends = (PodChunkScheduler if ports.pod else ChunkScheduler)(ports, workload).run()
-    messages = RankAssignment(ports, workload, chunk_sends).run()
+        chunk_sends = (PodChunkScheduler if nics.pod else ChunkScheduler)(nics, workload).run()
+    messages = RankAssignment(nics, workload, chunk_sends).run()
     after_at = np.cumsum([0] + [len(row) for row in messages.after])
     after = np.array([i for row in messages.after for i in row], dtype=np.int64)
     piece, sender, receiver, source = (
         np.array(column, dtype=np.int64)
         for column in (messages.piece, messages.sender, messages.receiver, messages.source)
     )
-    host = np.array([ports.host[port] for port in ports.of_rank])
+    host = np.array([nics.host[nic] for nic in nics.of_rank])
     crosses = host[sender] != host[receiver]
-    if ports.have_equal_rates:
+    if nics.have_equal_rates:
         # A message ends after those it depends on. At equal ends, messages between hosts come before those inside hosts.
         order = np.lexsort((~crosses, np.array(messages.end, dtype=np.float64)))
     else:
         order = np.array(linearize(messages, crosses.tolist()), dtype=np.int64)
-    return put_in_order(Schedule(piece, sender, receiver, source, after_at, after), order)
+    return put_in_order(ChunkSchedule(piece, sender, receiver, source, after_at, after), order)

@@ -18,7 +18,7 @@ def _receive_and_stay(rank):
         moved = mover.start(None if rank else torch.arange(8, dtype=torch.int8)).synchronize()
         if rank == 0:
             return None
-        (exchange,) = mover._agreed.channel._connections[1]._exchanges.values()
+        (exchange,) = mover._agreed.call_group._connections[1]._exchanges.values()
         deadline = time.monotonic() + 2
         while (error := exchange.find_error()) is None and time.monotonic() < deadline:
             time.sleep(0.01)

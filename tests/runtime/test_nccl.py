@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from reshard.coordination.channel import Channel
+from reshard.coordination.call_group import CallGroup
 from reshard.coordination.groups.process_group import GroupResources
 from reshard.errors import RemoteError
 from reshard.runtime.cuda import nccl
@@ -271,9 +271,9 @@ def _end_many_under_a_graph(rank, port, path, monkeypatch, end):
     monkeypatch.setitem(STREAMS, "cpu", Mock())
     library, group = Library(path), GroupResources(Mock())
     for number in range(3):
-        channel = group.channels[number] = Channel(Mock(), (0,))
+        call_group = group.call_groups[number] = CallGroup(Mock(), (0,))
         connections = Connections(torch.distributed.HashStore(), 0, (0,))
-        channel._connections = 0, connections
+        call_group._connections = 0, connections
         one, other = (Communicator(library, library.make_unique_id(), 0, 1, timeout_seconds=10.0) for _ in range(2))
         connections._exchanges[0] = NcclExchange(one, {}, torch.device("cpu"))
         connections._collectives = NcclCollectives(other, torch.device("cpu"))
@@ -282,8 +282,8 @@ def _end_many_under_a_graph(rank, port, path, monkeypatch, end):
     if end == "close":
         group.release()
     else:
-        for channel in group.channels.values():
-            channel.record_error(0, RemoteError("rank 1 failed"))
+        for call_group in group.call_groups.values():
+            call_group.record_error(0, RemoteError("rank 1 failed"))
     seconds = time.monotonic() - begun
     library._library.standin_set_captured(0)
     return seconds

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from microbench.emulation.cluster import Cluster
+from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.namespaces import why_unsupported
 from reshard import Layout, Mesh, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions
@@ -146,15 +146,17 @@ def test_cut_file_kills_no_rank():
 
 def find_sharing_ranks(rank, report):
     assert move(rank, SRC, Layout(Mesh.of(4), "R S0"), topology=Topology((0, 0, 1, 1))) == 0
-    (channel,) = [channel for group in reshard.coordination.known_groups(None) for channel in group.channels.values()]
-    shared = channel._connections[1]._shared_memory
+    (call_group,) = [
+        call_group for group in reshard.coordination.known_groups(None) for call_group in group.call_groups.values()
+    ]
+    shared = call_group._connections[1]._shared_memory
     return [other for other in range(4) if shared is not None and shared.carries(other, 2**20)]
 
 
 @pytest.mark.cluster
 @pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
 def test_ranks_share_memory_inside_emulated_hosts_only():
-    with Cluster(Topology.uniform([0, 0, 1, 1], 50e6)) as cluster:
+    with EmulatedCluster(Topology.uniform([0, 0, 1, 1], 50e6)) as cluster:
         assert cluster.run(find_sharing_ranks) == [[1], [0], [3], [2]]
 
 

@@ -20,12 +20,12 @@ from reshard.runtime.transport.shared_memory import SharedMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
 SLOT_BYTES = 2**18
-#: Words of a channel, in 32-bit units from the start of its segment.
+#: Words of a ring, in 32-bit units from the start of its segment.
 PRODUCED, GRANTED, FRAME = ((4096 + offset) // 4 for offset in (0, 128, 320))
 
 
 class Pair:
-    """Ranks 0 and 1 of a host in one process. ``words[i]`` is the segment of rank i from the channel to the other."""
+    """Ranks 0 and 1 of a host in one process. ``words[i]`` is the segment of rank i from the ring to the other."""
 
     def __init__(self):
         nbytes = _native.ring_segment_bytes(2)
@@ -39,8 +39,8 @@ class Pair:
             assert rings[i].add(1 - i, maps[i][1 - i], os.getpid())
         assert rings[0].reaches(1) and rings[1].reaches(0)
         self.ranks = [SharedMemory(rings[i], {1 - i: 1 - i}) for i in range(2)]
-        channel = (nbytes - 4096) // 2
-        self.words = [maps[0][0][channel:].view(np.uint32), maps[1][1].view(np.uint32)]
+        ring = (nbytes - 4096) // 2
+        self.words = [maps[0][0][ring:].view(np.uint32), maps[1][1].view(np.uint32)]
 
     def send(self, table, kept, tag=7):
         return self.ranks[0].send(table, kept, 1, tag)
@@ -269,9 +269,9 @@ def end_without_memory(size):
 
 
 def test_too_little_memory_is_an_error_and_not_a_signal():
-    channel = (_native.ring_segment_bytes(2) - 4096) // 2
+    ring = (_native.ring_segment_bytes(2) - 4096) // 2
     assert end_without_memory(4096) == 11  # before ranks connect, so they use sockets
-    assert end_without_memory(4096 + channel + 4096) == 12  # a send
+    assert end_without_memory(4096 + ring + 4096) == 12  # a send
 
     class FullRings:
         def send(self, *_):

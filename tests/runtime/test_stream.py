@@ -294,7 +294,7 @@ def _start_blocks(rank):
 
         def block(src, dst):
             while (
-                mover._agreed.channel.find_failure(mover._agreed.decision.generation) is None
+                mover._agreed.call_group.find_failure(mover._agreed.decision.generation) is None
                 and time.monotonic() < begun + 20
             ):
                 time.sleep(0.01)

@@ -138,7 +138,7 @@ def test_traces_and_pictures_have_every_action():
 def test_blocking_sends_do_not_deadlock():
     """Schedules with many microbatches in flight need receives posted further ahead."""
     pipeline = chain(2.0, 0.5, 2.0)
-    schedule = auto_schedule(pipeline, 11, memory_limit_bytes=11)
+    schedule = auto_schedule(pipeline, 11, activation_limit_bytes=11)
     for change in (block_transfers, defer_recvs):
         check_schedule(change(schedule, pipeline), pipeline)
     crossed = gpipe(pipeline, 9)

@@ -22,7 +22,7 @@ from reshard.planner.multicast.strategy import INSIDE_WINDOW
 from reshard.sharding.mesh import parse_ranks
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.sharding.tiles import cut_shards
-from reshard.topology.model import Host, Port
+from reshard.topology.model import Host, Link
 from tests.support.strategies_of_cases import cases
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
@@ -256,28 +256,28 @@ def test_bound_is_exact_if_source_and_destination_share_hosts():
     )
     # one holder at half the rate of two receivers: it sends each byte once, and a receiver passes it on
     src, dst = Layout(Mesh.of("1")), Layout(Mesh.of("2", first_rank=1))
-    slow_sender = Topology((0, 1, 2), (Host((Port.of(1.0),)), Host((Port.of(2.0),)), Host((Port.of(2.0),))))
+    slow_sender = Topology((0, 1, 2), (Host((Link.of(1.0),)), Host((Link.of(2.0),)), Host((Link.of(2.0),))))
     assert find_bound([TensorSpec((8,), "int8", src, dst)], slow_sender).seconds == pytest.approx(8.0)
     # receivers that cannot send: the sender must send everything twice
-    mute = Topology((0, 1, 2), (Host((Port.of(1.0),)), Host((Port(1e-6, 2.0),)), Host((Port(1e-6, 2.0),))))
+    mute = Topology((0, 1, 2), (Host((Link.of(1.0),)), Host((Link(1e-6, 2.0),)), Host((Link(1e-6, 2.0),))))
     assert find_bound([TensorSpec((8,), "int8", src, dst)], mute).seconds == pytest.approx(16.0, rel=1e-4)
 
 
 def test_bound_counts_pod_uplinks_and_used_nics():
     src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("4", first_rank=2))
-    hosts = tuple(Host((Port.of(1.0),), pod=int(host > 1)) for host in range(6))
-    topology = Topology(tuple(range(6)), hosts, pods=(Port.of(0.5), Port.of(0.25)))
+    hosts = tuple(Host((Link.of(1.0),), pod=int(host > 1)) for host in range(6))
+    topology = Topology(tuple(range(6)), hosts, pods=(Link.of(0.5), Link.of(0.25)))
     assert find_bound([TensorSpec((8,), "int8", src, dst)], topology).seconds == pytest.approx(
         32.0
     )  # once into the pod
     # three hosts of a pod need a third each; holders are a host of the pod and two hosts of another pod
     src = Layout(Mesh([0, 4, 5], {"x": 3}))
     dst = Layout(Mesh([1, 2, 3], {"x": 3}), "S0")
-    hosts = tuple(Host((Port.of(1.0),), pod=int(host > 3)) for host in range(6))
-    topology = Topology(tuple(range(6)), hosts, pods=(Port.of(1.0), Port.of(1.0)))
+    hosts = tuple(Host((Link.of(1.0),), pod=int(host > 3)) for host in range(6))
+    topology = Topology(tuple(range(6)), hosts, pods=(Link.of(1.0), Link.of(1.0)))
     assert find_bound([TensorSpec((12,), "int8", src, dst)], topology).seconds == pytest.approx(6.0)
     src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("4", first_rank=2))
-    two_nics = Topology((0, 0, 1, 1, 2, 2), (Host((Port.of(1.0), Port.of(2.0))),))
+    two_nics = Topology((0, 0, 1, 1, 2, 2), (Host((Link.of(1.0), Link.of(2.0))),))
     assert find_bound([TensorSpec((9,), "int8", src, dst)], two_nics).seconds == pytest.approx(3.0)
     idle = Topology(tuple(range(6)), two_nics.hosts)  # no rank uses the second NICs
     assert find_bound([TensorSpec((9,), "int8", src, dst)], idle).seconds == pytest.approx(9.0)
@@ -285,7 +285,7 @@ def test_bound_counts_pod_uplinks_and_used_nics():
 
 def test_bound_reason_names_the_binding_links():
     hosts = Topology(
-        (0, 1, 2, 3), (Host((Port.of(1e9),)), Host((Port.of(1e9),)), Host((Port.of(1e9),)), Host((Port(1e9, 2.5e8),)))
+        (0, 1, 2, 3), (Host((Link.of(1e9),)), Host((Link.of(1e9),)), Host((Link.of(1e9),)), Host((Link(1e9, 2.5e8),)))
     )
     rows, whole = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2))
     pair, one = Mesh.of(2, first_rank=2), Mesh.of(1, first_rank=2)
@@ -296,9 +296,9 @@ def test_bound_reason_names_the_binding_links():
     assert reason(rows, Layout(pair, "S0")) == Bound(
         2**29 / 2.5e8, "host 3 must receive 512 MiB and can receive 250 MB/s"
     )
-    even = Topology((0, 1, 2, 3), (Host((Port.of(1e9),)),))
+    even = Topology((0, 1, 2, 3), (Host((Link.of(1e9),)),))
     slow = Topology(
-        (0, 1, 2, 3), (Host((Port.of(5e8),)), Host((Port.of(2.5e8),)), Host((Port.of(1e9),)), Host((Port.of(1e9),)))
+        (0, 1, 2, 3), (Host((Link.of(5e8),)), Host((Link.of(2.5e8),)), Host((Link.of(1e9),)), Host((Link.of(1e9),)))
     )
     assert reason(rows, Layout(one), slow) == Bound(
         2**29 / 2.5e8, "host 1 holds 512 MiB that no other host has and can send 250 MB/s"
@@ -360,20 +360,20 @@ def test_a_million_unit_tasks_cover_the_tensor_in_little_memory():
 
 
 def test_bound_is_found_if_rates_are_a_billion_times_apart():
-    hosts = (Host((Port(1.0, 1e9),)), Host((Port(1e9, 1.0),)))
+    hosts = (Host((Link(1.0, 1e9),)), Host((Link(1e9, 1.0),)))
     spec = TensorSpec((8192,), "int8", Layout(Mesh.of(4), "S0"), Layout(Mesh.of(4)))
     assert find_bound([spec], Topology((0, 0, 1, 1), hosts)).seconds >= 4096.0
 
 
 def test_bound_adds_the_rates_of_nics_past_the_limit_on_one_port():
     spec = TensorSpec((2**40,), "int8", Layout(Mesh.of(2)), Layout(Mesh.of(2, first_rank=2)))
-    topology = Topology((0, 0, 1, 1), (Host((Port.of(1e18), Port.of(1e18))),))
+    topology = Topology((0, 0, 1, 1), (Host((Link.of(1e18), Link.of(1e18))),))
     assert find_bound([spec], topology).seconds == 2**40 / 2e18
 
 
 def test_search_sends_from_the_fast_host():
     """Two source hosts, one with a tenth of the rate, and four regions for four fast hosts."""
-    fast, slow = Host((Port.of(1e9),)), Host((Port.of(1e8),))
+    fast, slow = Host((Link.of(1e9),)), Host((Link.of(1e8),))
     topology = Topology(tuple(range(6)), (slow, fast, fast, fast, fast, fast), latency_seconds=0)
     src, dst = Layout(Mesh.of(2)), Layout(Mesh.of(4, first_rank=2), "S0")
     plan = make_plan(src, dst, (4_000_000,), "int8", topology=topology, strategy="broadcast_search")

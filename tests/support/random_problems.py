@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from reshard import Layout, Mesh, Topology
-from reshard.topology.model import Host, Port
+from reshard.topology.model import Host, Link
 
 RATES = (1e9, 1e9, 5e8, 2.5e8, 4e7)
 #: Layouts of a 2-d tensor on a 2-d mesh.
@@ -18,22 +18,22 @@ def random_problem(seed: int) -> tuple[Layout, Layout, tuple[int, int], Topology
     num_hosts, num_pods = chance.randint(2, 7), chance.choice((0, 0, 2, 3))
     is_even, num_nics = chance.random() < 0.4, chance.choice((1, 1, 2, 3))
 
-    def port() -> Port:
+    def link() -> Link:
         if is_even:
-            return Port.of(1e9)
+            return Link.of(1e9)
         return (
-            Port(chance.choice(RATES), chance.choice(RATES)) if chance.random() < 0.3 else Port.of(chance.choice(RATES))
+            Link(chance.choice(RATES), chance.choice(RATES)) if chance.random() < 0.3 else Link.of(chance.choice(RATES))
         )
 
     hosts, host_of_rank = [], []
     for host in range(num_hosts):
-        nics = tuple(port() for _ in range(num_nics if is_even else chance.randint(1, num_nics)))
+        nics = tuple(link() for _ in range(num_nics if is_even else chance.randint(1, num_nics)))
         hosts.append(Host(nics, host % num_pods if num_pods else None))
         host_of_rank += [host] * chance.randint(1, 4)
     topology = Topology(
         tuple(host_of_rank),
         tuple(hosts),
-        pods=tuple(Port.of(chance.choice((5e8, 1e9, 4e9))) for _ in range(num_pods)),
+        pods=tuple(Link.of(chance.choice((5e8, 1e9, 4e9))) for _ in range(num_pods)),
         inside_bytes_per_second=chance.choice((None, None, 4e9, 8e8)),
         inside_latency_seconds=chance.choice((0.0, 0.0, 2e-5)),
         latency_seconds=chance.choice((0.0, 0.0, 1e-4)),

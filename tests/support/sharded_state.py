@@ -11,7 +11,7 @@ from reshard.sharding import Box
 from reshard.weights.mapping.rules import Rule
 from reshard.weights.model.holdings import Holding, ModelState, join_dim
 from reshard.weights.model.manifest import Manifest, merge_states, state_of_rank
-from reshard.weights.model.pieces import Piece, Side
+from reshard.weights.model.pieces import RegionPair, Side
 
 #: The regions that a rank holds of a tensor, from its name, its shape and the rank.
 Regions = Callable[[str, torch.Size, int], Sequence[Box]]
@@ -92,7 +92,7 @@ class ShardedState:
                 assert torch.equal(array, expected.arrays[rank][name]), (name, rank)
 
 
-def execute(pieces: Sequence[Piece], source: ShardedState, target: ShardedState) -> None:
+def execute(pieces: Sequence[RegionPair], source: ShardedState, target: ShardedState) -> None:
     """Copy pieces."""
     for piece in pieces:
         target.write(piece.target, source.read(piece.source, piece.shape, getattr(torch, piece.dtype)))

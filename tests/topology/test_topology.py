@@ -17,7 +17,7 @@ from reshard.plan.json import plan_from_json, plan_to_json
 from reshard.plan.text_parser import parse_plan
 from reshard.sharding.mesh import MAX_RANK
 from reshard.topology.files import parse_rate, read_topology, topology_from_json, topology_to_json
-from reshard.topology.model import Host, Port
+from reshard.topology.model import Host, Link
 from reshard.topology.presets import MACHINES, load_preset
 
 FILE = {
@@ -84,26 +84,26 @@ def test_json_files_set_every_part_of_a_topology(tmp_path):
     topology = read_topology(path)
     assert topology.host_of_rank == (0,) * 4 + (1,) * 4 + (2,)
     assert topology.nic_of_rank == (0, 0, 1, 1, 0, 0, 1, 1, 0)
-    assert topology.nic(2) == Port(1.25e8, 5e7)
+    assert topology.nic(2) == Link(1.25e8, 5e7)
     assert topology.host(1).egress_bytes_per_second == 1.75e8
-    assert topology.nic(8) == Port.of(5e7)
-    assert topology.pods == (Port.of(1.25e8), Port.of(2.5e7))
+    assert topology.nic(8) == Link.of(5e7)
+    assert topology.pods == (Link.of(1.25e8), Link.of(2.5e7))
     assert (topology.inside_bytes_per_second, topology.inside_total_bytes_per_second) == (8e9, 2e10)
     assert "inside a host: 8 GB/s for each rank, 20 GB/s together" in str(topology)
     assert topology.latency_seconds == 6e-5
     assert topology_from_json(json.loads(json.dumps(topology_to_json(topology)))) == topology
 
 
-ports = st.builds(Port, st.floats(1e3, 1e12), st.floats(1e3, 1e12))
+links = st.builds(Link, st.floats(1e3, 1e12), st.floats(1e3, 1e12))
 
 
 @st.composite
 def topologies(draw):
     num_hosts = draw(st.integers(1, 4))
-    pods = tuple(draw(st.lists(ports, max_size=2)))
+    pods = tuple(draw(st.lists(links, max_size=2)))
     hosts = tuple(
         Host(
-            tuple(draw(st.lists(ports, min_size=1, max_size=3))), draw(st.integers(0, len(pods) - 1)) if pods else None
+            tuple(draw(st.lists(links, min_size=1, max_size=3))), draw(st.integers(0, len(pods) - 1)) if pods else None
         )
         for _ in range(num_hosts)
     )
@@ -192,14 +192,14 @@ def test_huge_or_badly_typed_topologies_are_refused():
     for build, match in (
         (lambda: Host(pod="a"), "pod is 'a'"),
         (lambda: Host(pod=0.5), "pod is 0.5"),
-        (lambda: Topology((0, 4_000_000), (Host((Port.of(1), Port.of(2))),)), "at most 65536"),
+        (lambda: Topology((0, 4_000_000), (Host((Link.of(1), Link.of(2))),)), "at most 65536"),
         (lambda: topology_from_json({"hosts": [{"devices": 0, "count": 4_000_000}]}), "65536 hosts"),
         (lambda: topology_from_json({"hosts": [{"devices": 10**5000}]}), "a huge number"),
         (lambda: topology_from_json({"hosts": [{"devices": 1}], "send_buffer_bytes": 10**5000}), "a huge number"),
     ):
         with pytest.raises(TopologyError, match=match):
             build()
-    hosts = tuple(Host((Port.of(host + 1),)) for host in range(9))
+    hosts = tuple(Host((Link.of(host + 1),)) for host in range(9))
     assert len(Topology(tuple(range(9)), hosts).first(2).hosts) == 2
 
 
@@ -370,7 +370,7 @@ def test_pods_of_equal_hosts_in_one_line():
         ({"hosts": [{"devices": 1, "pod": 1}], "oversubscription": 2}, r"numbered from 0 without gaps, not \[1\]"),
         ({"hosts": [{"devices": 1, "nics": "2000 x 1 GB/s"}]}, "a host has 1 to 128 NICs, not 2000"),
         ({"hosts": [{"devices": 1, "nics": "2 x fast"}]}, "a rate must be .*, not 'fast'"),
-        ({"hosts": [{"devices": 1, "nics": 5}]}, "nics must be a list of ports, or text such as .*, not 5"),
+        ({"hosts": [{"devices": 1, "nics": 5}]}, "nics must be a list of links, or text such as .*, not 5"),
     ],
 )
 def test_wrong_short_forms_are_named(changes, message):

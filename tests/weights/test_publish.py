@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from reshard.errors import ArgumentError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.testing.processes import LaunchError, run_processes
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 from reshard.weights import Publisher, PublishReport, Subscriber, publisher as publisher_module
 from reshard.weights.model import verify
 from reshard.weights.receiver import Receiver
@@ -483,7 +483,7 @@ def _place_in_topology(rank, _, store):
     raw = _connect(store, (), rank, 1)
     model = _model(1 + rank)
     if rank == 0:
-        hosts = [Host((Port(rate, rate),)) for rate in (1e7, 1e7, 1e5)]
+        hosts = [Host((Link(rate, rate),)) for rate in (1e7, 1e7, 1e5)]
         topology = Topology((0, 1, 2), tuple(hosts))
         with Publisher(model, raw, topology=topology, join_seconds=3) as publisher:
             _wait_for(raw, "ready")

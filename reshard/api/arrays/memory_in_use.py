@@ -28,7 +28,7 @@ class _Use:
     written: list[MemoryExtent]
 
 
-class Pending(Protocol):
+class HandleInUse(Protocol):
     """The part of a handle that this module needs."""
 
     def _has_work(self) -> bool:
@@ -52,7 +52,7 @@ def note_use(owner: object, is_over: Callable[[], bool], src: Sequence[Any], dst
     _add(_Use(owner, is_over, _extents(src), _extents(dst)))
 
 
-def note_wait(handle: Pending, src: Sequence[Any], dst: Sequence[Any]) -> None:
+def note_wait(handle: HandleInUse, src: Sequence[Any], dst: Sequence[Any]) -> None:
     """Note what ``wait`` of a handle reads and writes, until it has done so or the handle is gone."""
     weak_handle = weakref.ref(handle)
 

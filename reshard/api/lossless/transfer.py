@@ -16,12 +16,12 @@ from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.codecs import LOSSLESS_CODECS, has_base
 from reshard.codecs.formats import FORMATS
 from reshard.coordination import (
-    Channel,
+    CallGroup,
     Decision,
-    Request,
+    RoundRequest,
     calling,
     describe_error,
-    find_channel,
+    find_call_group,
     gather_reports,
     rebuild_error,
 )
@@ -34,7 +34,7 @@ from reshard.runtime.autograd import mark_written
 from reshard.sharding import Layout, Mesh, TensorSpec
 
 #: Extra time after the time limit of the transfer in which ranks wait for each other's outcome.
-OUTCOME_SECONDS = 0.5
+LOSSLESS_OUTCOME_GRACE_SECONDS = 0.5
 
 Arrays = Mapping[str, torch.Tensor | None]
 
@@ -83,12 +83,12 @@ class LosslessTransfer:
     Attributes:
         members: the ranks that take part and are not lost.
         lost: ranks that were lost.
-        last_round: channel, number and generation of the last round of surviving ranks; None before it.
+        last_round: call group, number and generation of the last round of surviving ranks; None before it.
     """
 
     def __init__(
         self,
-        channel: Channel,
+        call_group: CallGroup,
         codec: str,
         specs: Sequence[TensorSpec],
         arrays: CallArrays,
@@ -98,15 +98,15 @@ class LosslessTransfer:
         verify: bool = False,
         lost: Collection[int] | None = None,
     ) -> None:
-        self._channel, self._codec, self._rank = channel, codec, channel.group.rank
+        self._call_group, self._codec, self._rank = call_group, codec, call_group.group.rank
         self._fault_tolerant, self.lost = lost is not None, set(lost or ())
-        self.members = tuple(rank for rank in channel.members if rank not in self.lost)
+        self.members = tuple(rank for rank in call_group.members if rank not in self.lost)
         self._specs = {spec.name or "": spec for spec in specs}
         self._tensors, self._bases, self._outs = arrays
         self._timeout_seconds, self._purpose, self._verify = timeout_seconds, purpose, verify
-        channel.transfers += 1
-        self._name = f"encoded transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
-        self.last_round: tuple[Channel, int, int] | None = None
+        call_group.transfers += 1
+        self._name = f"encoded transfer {call_group.transfers} of ranks {format_ranks(call_group.members)}"
+        self.last_round: tuple[CallGroup, int, int] | None = None
         self._buckets = find_buckets(specs, self._rank)
         self._encoded: dict[str, EncodedBucket] = {}
         # for each bucket: its size, the digest of its plain bytes if requested, and its digest
@@ -187,7 +187,7 @@ class LosslessTransfer:
             ReshardError: a rank failed. The error says what the destination shards hold.
         """
         arrays = dict(zip(self._buckets, received, strict=True))
-        with calling(self._channel.group):
+        with calling(self._call_group.group):
             failure = error or self._check_received(arrays)
             self._report({"failed": None if failure is None else describe_error(failure)}, "confirms the data of")
             self._kept = "its out is undefined"
@@ -308,17 +308,17 @@ class LosslessTransfer:
         return entries  # type: ignore[return-value]
 
     def _report(self, report: dict[str, Any], purpose: str) -> dict[int, Any]:
-        limit = self._timeout_seconds + OUTCOME_SECONDS
+        limit = self._timeout_seconds + LOSSLESS_OUTCOME_GRACE_SECONDS
         what = f"{purpose} {self._name} {self._purpose}".strip()
         if not self._fault_tolerant:
-            return exchange_reports(self._channel, report, what, limit, self._kept)
+            return exchange_reports(self._call_group, report, what, limit, self._kept)
         while True:
-            channel = find_channel(self._channel.group, self.members)
-            request = Request(self._rank, payload=report, purpose=what)
-            decide = functools.partial(_gather_survivors, channel)
-            round_number, decision = channel.agree(request, decide, limit, fault_tolerant=True)
+            call_group = find_call_group(self._call_group.group, self.members)
+            request = RoundRequest(self._rank, payload=report, purpose=what)
+            decide = functools.partial(_gather_survivors, call_group)
+            round_number, decision = call_group.agree(request, decide, limit, fault_tolerant=True)
             if not decision.lost:
-                self.last_round = channel, round_number, decision.generation
+                self.last_round = call_group, round_number, decision.generation
                 return _raise_failure(decision.payloads, self._kept)
             self.exclude([rank for rank in self.members if rank not in decision.lost])
 
@@ -349,7 +349,7 @@ class LosslessTransfer:
 
 
 def exchange_reports(
-    channel: Channel, report: Mapping[str, Any], purpose: str, timeout_seconds: float, kept: str = ""
+    call_group: CallGroup, report: Mapping[str, Any], purpose: str, timeout_seconds: float, kept: str = ""
 ) -> dict[int, Any]:
     """The reports of all ranks.
 
@@ -361,9 +361,9 @@ def exchange_reports(
         ReshardError: the error of the first rank that failed, the same on all ranks; or a rank did not report.
     """
     what = f"; {kept}" if kept else ""
-    request = Request(channel.group.rank, payload=dict(report), purpose=purpose)
+    request = RoundRequest(call_group.group.rank, payload=dict(report), purpose=purpose)
     try:
-        _, decision = channel.agree(request, _gather, timeout_seconds)
+        _, decision = call_group.agree(request, _gather, timeout_seconds)
     except ReshardError as error:
         raise rebuild_error(type(error).__name__, f"{error}{what}") from error
     return _raise_failure(decision.payloads, kept)
@@ -401,11 +401,11 @@ def check_lossless_codec(codec: Any, plan: Plan) -> None:
     check_dtypes(codec, plan.tensors)
 
 
-def _gather_survivors(channel: Channel, requests: list[Request]) -> Decision:
-    return gather_reports(requests, channel.members, channel.rendezvous.find_dead())
+def _gather_survivors(call_group: CallGroup, requests: list[RoundRequest]) -> Decision:
+    return gather_reports(requests, call_group.members, call_group.rendezvous.find_dead())
 
 
-def _gather(requests: list[Request]) -> Decision:
+def _gather(requests: list[RoundRequest]) -> Decision:
     payloads = {request.rank: request.payload for request in requests}
     return Decision(generation=max(request.generation for request in requests), payloads=payloads)
 

@@ -69,7 +69,7 @@ class TensorRequest:
 
 
 @dataclass(frozen=True)
-class Request:
+class RoundRequest:
     """What one rank sends to a round.
 
     Attributes:
@@ -109,7 +109,7 @@ class Request:
         return {**vars(self), "tensors": tensors, "caller": asdict(self.caller)}
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Request:
+    def from_json(cls, data: Mapping[str, Any]) -> RoundRequest:
         """The inverse of :meth:`to_json`."""
         values = dict(data)
         values["tensors"] = {name: TensorRequest(**tensor) for name, tensor in values["tensors"].items()}
@@ -127,7 +127,7 @@ class Decision:
     Attributes:
         equal: the tensors whose shards seem to be equal, although the layout divides the tensor.
         lost: members that a fault-tolerant call has lost.
-        payloads: ``Request.payload`` of each rank.
+        payloads: ``RoundRequest.payload`` of each rank.
         lagging: ranks on which the call fails; empty: all. The other ranks wait for the next call of these ranks.
         skipped: ``{hash of ranks: [count, ranks]}`` of calls by a rank that is not their member. The receiver of the
             decision is a member, and counts them as handled.

@@ -26,7 +26,7 @@ from reshard.runtime.transport.descriptors import has_descriptors
 #: How long closing a group waits for each of its threads to end.
 END_SECONDS = 2.0
 #: A wait that ends later than asked by this much shows that the process was stopped, or the machine is overloaded.
-PAUSE_SECONDS = 1.0
+STOPPED_PAUSE_SECONDS = 1.0
 #: After a pause, how long this rank blames no other rank for an absence that it may have missed the end of.
 RESUME_SECONDS = 3.0
 
@@ -57,7 +57,7 @@ class GroupResources:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.channels: dict[tuple[int, ...], Any] = {}
+        self.call_groups: dict[tuple[int, ...], Any] = {}
         # Not a WeakSet, which cannot be iterated while another thread adds to it.
         self._users: set[weakref.ref[ConnectionUser]] = set()
         self.monitor: Any = None
@@ -84,12 +84,12 @@ class GroupResources:
             user.release()
         if self.monitor is not None:
             self.monitor.end()
-        channels = list(self.channels.values())
-        for channel in channels:
-            channel.begin_close()
-        for channel in channels:
-            channel.close()
-        self.channels.clear()
+        call_groups = list(self.call_groups.values())
+        for call_group in call_groups:
+            call_group.begin_close()
+        for call_group in call_groups:
+            call_group.close()
+        self.call_groups.clear()
         self.store.close()
 
     def join(self) -> None:
@@ -117,11 +117,11 @@ class Group:
         self.hostname = socket.gethostname()
         self.store = Store(store)
         self.resources = GroupResources(self.store)
-        self.channels = self.resources.channels
+        self.call_groups = self.resources.call_groups
         self.lock = threading.RLock()
         self.claim_token = secrets.token_hex(8)  # of a joined group, see :mod:`reshard.coordination.groups.joining`
         self.is_claimed, self.claim_error = False, ""
-        self.attempts = 0  # rounds that this rank has started, on any channel
+        self.attempts = 0  # rounds that this rank has started, on any call group
         self.status, self.is_status_published = RankStatus(), True
         self.acknowledged: dict[str, int] = {}  # skipped calls, see reshard.coordination.liveness.call_sequence
         self.calls: dict[tuple[int, ...], int] = {}  # number of calls of this rank, by members
@@ -253,7 +253,7 @@ class Group:
             begun_at: value of ``time.monotonic()``.
         """
         now = time.monotonic()
-        if now - begun_at - asked_seconds > PAUSE_SECONDS:
+        if now - begun_at - asked_seconds > STOPPED_PAUSE_SECONDS:
             self.resumed_at = now
 
     def has_just_resumed(self) -> bool:

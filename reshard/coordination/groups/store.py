@@ -35,7 +35,7 @@ from reshard.timeouts import PendingCall
 
 T = TypeVar("T")
 #: Default timeout of a call.
-STORE_SECONDS = 1.5
+STORE_TIMEOUT_SECONDS = 1.5
 #: A store that has not answered a call for this long counts as lost.
 LOST_STORE_SECONDS = 30.0
 
@@ -48,7 +48,7 @@ class ForeignValueError(RuntimeError):
     """The store has a value that no rank of the group writes."""
 
 
-class _Worker:
+class _StoreThread:
     """Makes store calls one at a time on its own thread. Keeps the store alive until closed."""
 
     def __init__(self, raw: dist.Store) -> None:
@@ -66,7 +66,7 @@ class _Worker:
         raw = self.check_usable()
         if self._lost is not None:  # torch would print a warning of a dozen lines for each further call
             raise dist.DistNetworkError(self._lost)
-        if seconds > STORE_SECONDS:  # several threads may have calls without an answer
+        if seconds > STORE_TIMEOUT_SECONDS:  # several threads may have calls without an answer
             while (unanswered := self._unanswered) is not None and not unanswered.done.is_set():
                 if not unanswered.done.wait(max(begun + seconds - time.monotonic(), 0.0)):
                     break
@@ -125,8 +125,8 @@ class Store:
     the timeout of one call.
     """
 
-    def __init__(self, raw: dist.Store, worker: _Worker | None = None, prefix: str = "") -> None:
-        self._worker = _Worker(raw) if worker is None else worker
+    def __init__(self, raw: dist.Store, worker: _StoreThread | None = None, prefix: str = "") -> None:
+        self._worker = _StoreThread(raw) if worker is None else worker
         self._prefix = prefix
 
     @property
@@ -143,16 +143,16 @@ class Store:
         """The same store with a key prefix."""
         return Store(self.raw, self._worker, f"{self._prefix}{prefix}/")
 
-    def set(self, key: str, value: str, seconds: float = STORE_SECONDS) -> None:
+    def set(self, key: str, value: str, seconds: float = STORE_TIMEOUT_SECONDS) -> None:
         """Write a value."""
         self._worker.call(lambda raw: raw.set(self._prefix + key, value), seconds)
 
-    def get(self, key: str, seconds: float = STORE_SECONDS) -> bytes:
+    def get(self, key: str, seconds: float = STORE_TIMEOUT_SECONDS) -> bytes:
         """The value of a key that exists (see :meth:`check`); torch would wait for a missing key."""
         value: bytes = self._worker.call(lambda raw: raw.get(self._prefix + key), seconds)
         return value
 
-    def read(self, key: str, make: Callable[[bytes], T], seconds: float = STORE_SECONDS) -> T:
+    def read(self, key: str, make: Callable[[bytes], T], seconds: float = STORE_TIMEOUT_SECONDS) -> T:
         """What ``make`` makes of the value of a key that exists; see :meth:`parse`."""
         return self.parse(key, self.get(key, seconds), make)
 
@@ -172,7 +172,7 @@ class Store:
 
     def check(self, keys: Sequence[str], seconds: float | None = None) -> bool:
         """Whether all keys exist."""
-        limit = STORE_SECONDS if seconds is None else seconds
+        limit = STORE_TIMEOUT_SECONDS if seconds is None else seconds
         return bool(self._worker.call(lambda raw: raw.check([self._prefix + key for key in keys]), limit))
 
     def has_key(self, key: str) -> bool:
@@ -182,7 +182,7 @@ class Store:
         except StoreSilentError:
             return False
 
-    def compare_set(self, key: str, expected: str, value: str, seconds: float = STORE_SECONDS) -> bytes:
+    def compare_set(self, key: str, expected: str, value: str, seconds: float = STORE_TIMEOUT_SECONDS) -> bytes:
         """Write ``value`` if the key holds ``expected``; returns the value that the key then holds."""
         held: bytes = self._worker.call(lambda raw: raw.compare_set(self._prefix + key, expected, value), seconds)
         return held

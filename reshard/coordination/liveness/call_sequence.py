@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.coordination.groups.calling_threads import describe_caller
-from reshard.coordination.groups.messages import Decision, RankStatus, Request, describe_error, name_rank
+from reshard.coordination.groups.messages import Decision, RankStatus, RoundRequest, describe_error, name_rank
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.liveness.interruptions import is_published, mark_published
 from reshard.coordination.liveness.status import ANY_RANKS, publish_status
@@ -49,7 +49,7 @@ def report_error(group: Group, error: ReshardError) -> None:
     """Count a call that failed on this rank before its members were known, and publish the count and the error."""
     group.status.errors += 1
     group.status.error = describe_error(error)
-    group.status.are_members_unknown |= len(group.channels) > 1
+    group.status.are_members_unknown |= len(group.call_groups) > 1
     publish_status(group)
 
 
@@ -113,7 +113,7 @@ def publish_interruption(group: Group, find_members: Callable[[], Sequence[int]]
 
     If this rank has not entered a round, it counts the call as left. Otherwise the other members may already be in the
     next round or in the transfer. To end the round, this rank publishes that it is out of sync with all ranks. To end
-    the transfer, it fails the channel.
+    the transfer, it fails the call group.
 
     Args:
         find_members: see :func:`leave_call`.
@@ -132,9 +132,9 @@ def publish_interruption(group: Group, find_members: Callable[[], Sequence[int]]
         elif group.attempts > rounds and len(group.status.out_of_sync) == reasons:
             group.status.out_of_sync[ANY_RANKS] = str(left)
             publish_status(group)
-            channel = group.channels.get(group.last_members)
-            if channel is not None:
-                channel.fail(channel.generation, left)
+            call_group = group.call_groups.get(group.last_members)
+            if call_group is not None:
+                call_group.fail(call_group.generation, left)
         raise
 
 
@@ -160,10 +160,10 @@ def count_left_calls(group: Group, members: Sequence[int]) -> list[int]:
     return [_count_with(group.status, rank) for rank in members]
 
 
-def add_call_counts(request: Request, group: Group, members: Sequence[int]) -> Request:
+def add_call_counts(request: RoundRequest, group: Group, members: Sequence[int]) -> RoundRequest:
     """Add to a request the counts by which other ranks tell which call it belongs to."""
     skipped = group.status.skipped
-    others = [ranks for ranks in list(group.channels) if not set(members) <= set(ranks)]
+    others = [ranks for ranks in list(group.call_groups) if not set(members) <= set(ranks)]
     return replace(
         request,
         left=count_left_calls(group, members),
@@ -185,7 +185,7 @@ def is_behind(group: Group, rank: int, status: RankStatus) -> bool:
     return _count_with(group.status, rank) > _count_with(status, group.rank)
 
 
-def find_lagging(requests: Sequence[Request], members: Sequence[int]) -> Decision | None:
+def find_lagging(requests: Sequence[RoundRequest], members: Sequence[int]) -> Decision | None:
     """The error for the members that are in a call that another member has left; None if all are in the same call.
 
     If the rank that left a call also takes part in calls with other sets of ranks, the members of that call are
@@ -253,7 +253,7 @@ def acknowledge_skipped(group: Group, skipped: dict[str, Any]) -> None:
             group.acknowledged[name] = group.acknowledged.get(name, 0) + missing
 
 
-def _find_skipped(requests: Sequence[Request], members: Sequence[int]) -> Decision | None:
+def _find_skipped(requests: Sequence[RoundRequest], members: Sequence[int]) -> Decision | None:
     """The error if a member has skipped a call that another member has not counted, else None."""
     for request in requests:
         for name, (count, ranks) in request.skipped.items():
@@ -273,8 +273,8 @@ def _describe_skipped(rank: int, members: Sequence[int], other: int, ranks: Sequ
 
 def _count_calls(group: Group, ranks: Sequence[int]) -> int:
     """How many calls of ``ranks`` this rank has made, or counted as handled."""
-    channel = group.channels.get(tuple(ranks))
-    return (channel.rendezvous.rounds if channel else 0) + group.acknowledged.get(_hash_ranks(ranks), 0)
+    call_group = group.call_groups.get(tuple(ranks))
+    return (call_group.rendezvous.rounds if call_group else 0) + group.acknowledged.get(_hash_ranks(ranks), 0)
 
 
 def _hash_ranks(ranks: Sequence[int]) -> str:

@@ -18,10 +18,10 @@ from typing import Any
 
 from reshard.coordination.groups.messages import Decision, read_json
 from reshard.coordination.groups.process_group import Group
-from reshard.coordination.groups.store import LOST_STORE_SECONDS, STORE_SECONDS
+from reshard.coordination.groups.store import LOST_STORE_SECONDS, STORE_TIMEOUT_SECONDS
 
 
-def read_exclusions(group: Group, attempt: int = 0, seconds: float = STORE_SECONDS) -> Decision | None:
+def read_exclusions(group: Group, attempt: int = 0, seconds: float = STORE_TIMEOUT_SECONDS) -> Decision | None:
     """Adopt the exclusions that this rank does not know yet.
 
     Args:

@@ -57,7 +57,7 @@ def check_rank_status(
     if is_behind(group, rank, status):
         return  # it will notice that this rank has left the call that it waits in
     if waiting and waiting["members"] != list(members) and own_rank in waiting["members"]:
-        other = group.channels.get(tuple(waiting["members"]))
+        other = group.call_groups.get(tuple(waiting["members"]))
         if other is None or other.rendezvous.answered.get(rank, -1) < waiting["attempt"]:
             (a, a_ranks), (b, b_ranks) = sorted([(own_rank, list(members)), (rank, waiting["members"])])
             error = DisagreementError(
@@ -90,11 +90,11 @@ def explain_lost_store(group: Group, error: BaseException) -> ReshardError:
     """The error of a call that lost the store: the one that ended another rank, or the name of a rank that is gone."""
     deadline = time.monotonic() + CAUSE_SECONDS
     while True:
-        for channel in list(group.channels.values()):
-            reason = channel.rendezvous.links.find_reason()
+        for call_group in list(group.call_groups.values()):
+            reason = call_group.rendezvous.links.find_reason()
             if reason is not None:
                 return rebuild_error(*reason)
-            lost = channel.rendezvous.links.find_lost()
+            lost = call_group.rendezvous.links.find_lost()
             if lost is not None:
                 return rank_closed_with_store_error(lost, error)
         if time.monotonic() > deadline:

@@ -29,7 +29,7 @@ from reshard.forks import call_at_exit
 from reshard.runtime.cuda.stream import allow_queries_during_capture
 from reshard.threads import start_thread
 
-POLL_SECONDS = 0.2
+HEARTBEAT_POLL_INTERVAL_SECONDS = 0.2
 
 
 class Watched(Protocol):
@@ -114,7 +114,9 @@ class Monitor:
             if now >= self._next_beat:
                 self._num_beats += 1
                 started = {
-                    channel.key: channel.num_started for channel in list(group.channels.values()) if channel.num_started
+                    call_group.key: call_group.num_started
+                    for call_group in list(group.call_groups.values())
+                    if call_group.num_started
                 }
                 self._store.set(beat_key(self._rank), format_beat(self._num_beats, started))
                 self._next_beat = now + BEAT_SECONDS
@@ -145,7 +147,7 @@ class Monitor:
                     transfer.stop(explained)
             return BEAT_SECONDS
         # A new transfer does not wake this thread: most end before the next check and then cost nothing here.
-        return POLL_SECONDS
+        return HEARTBEAT_POLL_INTERVAL_SECONDS
 
     def note_wait(self, asked_seconds: float, begun_at: float) -> None:
         """See :meth:`Group.note_wait`."""
@@ -166,35 +168,35 @@ class Monitor:
                         transfer.stop(rank_silent_error(rank))
 
 
-class _ChannelWatch:
-    """Publishes which rank of a channel is gone, once the first rank of the channel finds its connection closed."""
+class _CallGroupWatch:
+    """Publishes which rank of a call group is gone, once its first rank finds the connection to it closed."""
 
-    def __init__(self, channel: Any) -> None:
-        self._channel, self.members = channel, channel.members
-        self._generation, self._is_over = channel.generation, False
+    def __init__(self, call_group: Any) -> None:
+        self._call_group, self.members = call_group, call_group.members
+        self._generation, self._is_over = call_group.generation, False
 
     def reported_error(self) -> ReshardError | None:
-        error: ReshardError | None = self._channel.reported_error(self._generation)
+        error: ReshardError | None = self._call_group.reported_error(self._generation)
         return error
 
     def stop(self, error: ReshardError) -> None:
         self._is_over = True
-        self._channel.fail(self._generation, error)
+        self._call_group.fail(self._generation, error)
 
     def poll(self) -> bool:
         return self._is_over
 
 
 @contextlib.contextmanager
-def publishing_lost_ranks(group: Group, channel: Any) -> Iterator[None]:
-    """Let the monitor publish which rank of a channel is gone, while this rank may be inside a collective of torch.
+def publishing_lost_ranks(group: Group, call_group: Any) -> Iterator[None]:
+    """Let the monitor publish which rank of a call group is gone, while this rank may be inside a collective of torch.
 
-    Only the first rank of the channel has connections to all others, so this does nothing on other ranks.
+    Only the first rank of the call group has connections to all others, so this does nothing on other ranks.
     """
-    if channel.members[0] != group.rank or len(channel.members) == 1:
+    if call_group.members[0] != group.rank or len(call_group.members) == 1:
         yield
         return
-    watch, monitor = _ChannelWatch(channel), Monitor.of(group)
+    watch, monitor = _CallGroupWatch(call_group), Monitor.of(group)
     monitor.watch(watch)
     try:
         yield

@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Sequence
 
 from reshard.coordination.groups.calling_threads import find_thread_mismatch
-from reshard.coordination.groups.messages import Decision, RankStatus, Request
+from reshard.coordination.groups.messages import Decision, RankStatus, RoundRequest
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.liveness.call_sequence import RoundEndedError
 from reshard.coordination.liveness.lost_ranks import ranks_lost_earlier_error
@@ -121,7 +121,7 @@ def count_call(group: Group, members: Sequence[int], fault_tolerant: bool) -> It
         group.calls[members] -= group.abandoned_call
 
 
-def find_round_mismatch(requests: Sequence[Request]) -> Decision | None:
+def find_round_mismatch(requests: Sequence[RoundRequest]) -> Decision | None:
     """An error decision if the threads or the purposes of a round differ between ranks; None if they match."""
     threads = find_thread_mismatch({request.rank: request.caller for request in requests})
     if threads is not None:

@@ -9,12 +9,12 @@ import socket
 from reshard.coordination.groups.addresses import is_loopback, own_address
 from reshard.coordination.groups.messages import read_json
 from reshard.coordination.groups.process_group import Group
-from reshard.coordination.groups.store import STORE_SECONDS, Store
+from reshard.coordination.groups.store import STORE_TIMEOUT_SECONDS, Store
 from reshard.forks import close_in_child
 from reshard.runtime.transport.descriptors import has_descriptors
 
 #: How long to wait for a connection to a port, for example of a host that is partitioned.
-PROBE_SECONDS = 0.5
+PROBE_TIMEOUT_SECONDS = 0.5
 
 
 class Presence:
@@ -53,7 +53,7 @@ class Presence:
             self._listener.close()
 
 
-def has_ended(store: Store, rank: int, seconds: float = STORE_SECONDS) -> bool:
+def has_ended(store: Store, rank: int, seconds: float = STORE_TIMEOUT_SECONDS) -> bool:
     """Whether the process of a rank is known to have ended, or to have closed its group.
 
     Args:
@@ -67,7 +67,7 @@ def has_ended(store: Store, rank: int, seconds: float = STORE_SECONDS) -> bool:
     if is_loopback(address) and hostname != socket.gethostname():
         return False
     try:
-        socket.create_connection((address, port), timeout=PROBE_SECONDS).close()
+        socket.create_connection((address, port), timeout=PROBE_TIMEOUT_SECONDS).close()
     except ConnectionRefusedError:
         return True
     except OSError:

@@ -22,7 +22,7 @@ from reshard.runtime.torch_compat import all_gather_single, is_in_backward
 
 from .failures import Failures
 from .host_collectives import ALL_GATHER, EXCHANGE, HostCollectives, NotStartedError
-from .pending import Explain, Parts, Pending, ordered_sum
+from .pending import Explain, Parts, PendingResult, ordered_sum
 from .two_levels import TwoLevelAxis
 
 
@@ -161,7 +161,7 @@ class Axis:
         """Whether CPU tensors move through shared memory."""
         return self._memory is not None
 
-    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> PendingResult:
         """Concatenate the parts of all ranks along dim 0.
 
         Args:
@@ -169,10 +169,10 @@ class Axis:
             sizes: number of rows of each rank's part.
         """
         if self.size == 1:
-            return Pending(None, lambda: part)
+            return PendingResult(None, lambda: part)
         result = part.new_empty((sum(sizes), *part.shape[1:]))
         if not result.numel():
-            return Pending(None, lambda: result)
+            return PendingResult(None, lambda: result)
         if self.levels is not None:
             return self.levels.all_gather(part, sizes, result)
         if self._memory_for(part) is not None:
@@ -183,9 +183,9 @@ class Axis:
         else:
             repeated = torch.cat([part] * self.size)
             work = self._start(dist.all_to_all_single, result, repeated, in_group, [len(part)] * self.size)
-        return Pending(work, lambda: self._from_group(result, in_group), self._explain_failure)
+        return PendingResult(work, lambda: self._from_group(result, in_group), self._explain_failure)
 
-    def all_gather_into(self, part: torch.Tensor, targets: Sequence[Parts], result: torch.Tensor) -> Pending:
+    def all_gather_into(self, part: torch.Tensor, targets: Sequence[Parts], result: torch.Tensor) -> PendingResult:
         """Like :meth:`all_gather`, but the rows of rank ``i`` go to the tensors ``targets[i]``, one after the other.
 
         Args:
@@ -195,7 +195,7 @@ class Axis:
         memory = self._memory_for(part)
         if memory is not None:
             message = memory.move(ALL_GATHER, [[part]], targets, result)
-            return Pending(message, message.finish, self._explain_failure)
+            return PendingResult(message, message.finish, self._explain_failure)
         rows = [part_rows for targets_of_rank in targets for part_rows in targets_of_rank]
         pending = self.all_gather(part, [sum(map(len, targets_of_rank)) for targets_of_rank in targets])
 
@@ -204,9 +204,9 @@ class Axis:
                 target.copy_(values)
             return result
 
-        return Pending(None, finish)
+        return PendingResult(None, finish)
 
-    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
+    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> PendingResult:
         """Sum the arrays of all ranks. Rank ``i`` keeps ``sizes[i]`` consecutive rows of the sum.
 
         The sum adds in the order of ranks, so its bits are the same in every run. It adds bf16 and fp16 in float32.
@@ -216,7 +216,7 @@ class Axis:
             sizes: number of rows that each rank keeps.
         """
         if self.size == 1:
-            return Pending(None, lambda: array)
+            return PendingResult(None, lambda: array)
         if self.levels is not None and array.numel():
             return self.levels.reduce_scatter(array, sizes)
         own = sizes[self.index]
@@ -226,19 +226,19 @@ class Axis:
             return ordered_sum(received.view(self.size, own, *array.shape[1:]))
 
         if not array.numel():
-            return Pending(None, finish)
+            return PendingResult(None, finish)
         if self._memory_for(array) is not None:
             return self.reduce_scatter_parts([[rows] for rows in array.split(list(sizes))])
         array = self._to_group(array, sizes)
         work = self._start(dist.all_to_all_single, received, array, [own] * self.size, self._in_group(sizes))
-        return Pending(work, finish, self._explain_failure)
+        return PendingResult(work, finish, self._explain_failure)
 
-    def reduce_scatter_parts(self, parts: Sequence[Parts]) -> Pending:
+    def reduce_scatter_parts(self, parts: Sequence[Parts]) -> PendingResult:
         """As :meth:`reduce_scatter` of an array that consists of these parts; rank ``i`` keeps ``parts[i]``."""
         memory = self._memory_for(parts[0][0])
         if memory is not None:
             message = memory.reduce_scatter(parts)
-            return Pending(message, message.finish, self._explain_failure)
+            return PendingResult(message, message.finish, self._explain_failure)
         rows = torch.cat([part for parts_of_rank in parts for part in parts_of_rank])
         return self.reduce_scatter(rows, [sum(map(len, parts_of_rank)) for parts_of_rank in parts])
 
@@ -246,19 +246,21 @@ class Axis:
         """All-to-all of flat arrays: rank ``i`` gets the ``i``-th part of each rank, in the order of ranks."""
         return self.start_exchange(sent, send_sizes, receive_sizes).wait()
 
-    def start_exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
+    def start_exchange(
+        self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> PendingResult:
         """Start :meth:`exchange` without waiting for it."""
         if self.size == 1:
-            return Pending(None, lambda: sent)
+            return PendingResult(None, lambda: sent)
         received = sent.new_empty(sum(receive_sizes))
         memory = self._memory_for(sent)
         if memory is not None:
             parts, targets = sent.split(list(send_sizes)), received.split(list(receive_sizes))
             message = memory.move(EXCHANGE, [[part] for part in parts], [[target] for target in targets], received)
-            return Pending(message, message.finish, self._explain_failure)
+            return PendingResult(message, message.finish, self._explain_failure)
         sent, in_group = self._to_group(sent, send_sizes), self._in_group(receive_sizes)
         work = self._start(dist.all_to_all_single, received, sent, in_group, self._in_group(send_sizes))
-        return Pending(work, lambda: self._from_group(received, in_group), self._explain_failure)
+        return PendingResult(work, lambda: self._from_group(received, in_group), self._explain_failure)
 
     def sum(self, array: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, with the same bits on each. For small arrays: every rank receives every array."""

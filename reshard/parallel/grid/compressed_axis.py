@@ -16,7 +16,7 @@ from reshard.codecs import CODED_DTYPES, BlockCodec
 from reshard.dtypes import dtype_name
 
 from .collectives import Axis
-from .pending import Pending
+from .pending import PendingResult
 
 
 class CompressedAxis:
@@ -30,7 +30,7 @@ class CompressedAxis:
     def __init__(self, axis: Axis, codec: BlockCodec) -> None:
         self._axis, self._codec = axis, codec
 
-    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> PendingResult:
         """See :meth:`Axis.all_gather`."""
         axis, shape = self._axis, (sum(sizes), *part.shape[1:])
         if axis.size == 1 or dtype_name(part.dtype) not in CODED_DTYPES:
@@ -46,9 +46,9 @@ class CompressedAxis:
                 self._decode(data, target)
             return result.view(shape)
 
-        return Pending(None, finish)
+        return PendingResult(None, finish)
 
-    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
+    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> PendingResult:
         """See :meth:`Axis.reduce_scatter`."""
         axis = self._axis
         if axis.size == 1 or not array.numel() or dtype_name(array.dtype) not in CODED_DTYPES:
@@ -72,13 +72,15 @@ class CompressedAxis:
                     self._decode(data, total, array.dtype, accumulate=True)
             return total.to(array.dtype).view(own.shape)
 
-        return Pending(None, finish)
+        return PendingResult(None, finish)
 
     def exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> torch.Tensor:
         """See :meth:`Axis.exchange`."""
         return self.start_exchange(sent, send_sizes, receive_sizes).wait()
 
-    def start_exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
+    def start_exchange(
+        self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]
+    ) -> PendingResult:
         """See :meth:`Axis.start_exchange`."""
         axis = self._axis
         if axis.size == 1 or dtype_name(sent.dtype) not in CODED_DTYPES:
@@ -101,7 +103,7 @@ class CompressedAxis:
                     self._decode(message, target)
             return result
 
-        return Pending(None, finish)
+        return PendingResult(None, finish)
 
     def _message_bytes(self, numel: int, itemsize: int) -> int:
         return min(self._codec.nbytes((numel,), 0), numel * itemsize)

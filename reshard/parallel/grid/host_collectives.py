@@ -34,12 +34,12 @@ from reshard.runtime.memory_file import create_memory_file, open_memory_file
 from reshard.runtime.torch_compat import timeout_of
 
 from .failures import Failures
-from .pending import Parts, Pending, ordered_sum
+from .pending import Parts, PendingResult, ordered_sum
 
 #: Most messages that a rank writes before all others have read the first of them.
 RING = 1024
 #: Seconds between two checks whether a rank that others wait for has ended.
-CHECK_SECONDS = 0.5
+HOST_CHECK_INTERVAL_SECONDS = 0.5
 #: What a message is a part of.
 KINDS = ALL_GATHER, REDUCE_SCATTER, EXCHANGE = "all_gather", "reduce_scatter", "exchange"
 
@@ -76,7 +76,7 @@ class LocalRanks(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> PendingResult:
         """See :meth:`Axis.all_gather`."""
 
 
@@ -107,7 +107,7 @@ class HostCollectives:
         self._written: dict[int, tuple[int, int]] = {}
         self._free: dict[int, list[int]] = {}
         #: Collectives whose messages this rank has not read.
-        self._unread: dict[int, weakref.ref[Message]] = {}
+        self._unread: dict[int, weakref.ref[PostedCollective]] = {}
 
     @classmethod
     def attach(cls, axis: LocalRanks) -> HostCollectives | None:
@@ -131,7 +131,9 @@ class HostCollectives:
         finally:
             _close([own] if own >= 0 else [])
 
-    def move(self, kind: str, parts: Sequence[Parts], targets: Sequence[Parts], result: torch.Tensor) -> Message:
+    def move(
+        self, kind: str, parts: Sequence[Parts], targets: Sequence[Parts], result: torch.Tensor
+    ) -> PostedCollective:
         """Copy what each rank ``i`` has for this one to the tensors ``targets[i]``, which are rows of ``result``.
 
         Args:
@@ -147,7 +149,7 @@ class HostCollectives:
 
         return self._start(kind, parts, [sum(item.nbytes for item in to) for to in targets], result.dtype, finish)
 
-    def reduce_scatter(self, parts: Sequence[Parts]) -> Message:
+    def reduce_scatter(self, parts: Sequence[Parts]) -> PostedCollective:
         """Sum ``parts[i]`` over ranks, in the order of their global ranks, for each rank ``i``."""
         own = _join(parts[self._index])
 
@@ -159,8 +161,8 @@ class HostCollectives:
 
     def _start(
         self, kind: str, parts: Sequence[Parts], nbytes: Sequence[int], dtype: torch.dtype, make: Callable[..., Any]
-    ) -> Message:
-        """Write a message: ``parts[i]`` for rank ``i``, or the only part for all. The others are :class:`Message`."""
+    ) -> PostedCollective:
+        """Write a message: ``parts[i]`` for rank ``i``, or the only part for all. The rest are fields of the result."""
         number = self._number + 1
         first, intervals = -(-16 * len(self._ranks) // 64) * 64, []
         for rank, part in enumerate(parts):
@@ -179,7 +181,7 @@ class HostCollectives:
         self._written[number] = offset, capacity
         _native.publish_number(self._words[self._index], 0, number % 2**32)
         self._number = number
-        message = Message(self, number, kind, nbytes, dtype, make)
+        message = PostedCollective(self, number, kind, nbytes, dtype, make)
         self._unread[number] = weakref.ref(message)
         return message
 
@@ -227,7 +229,7 @@ class HostCollectives:
         """
         deadline = time.monotonic() + self._seconds
         for rank in self._others:
-            while not self._has_started(rank, number, min(CHECK_SECONDS, deadline - time.monotonic())):
+            while not self._has_started(rank, number, min(HOST_CHECK_INTERVAL_SECONDS, deadline - time.monotonic())):
                 name, has_ended = describe_ranks([self._ranks[rank]]), _has_ended(self._processes[rank])
                 has_failed = bool(_native.add_to_counter(self._words[rank], _FAILED, 0))
                 if (has_ended or has_failed) and not self._has_started(rank, number, 0.0):
@@ -236,7 +238,7 @@ class HostCollectives:
                 if time.monotonic() >= deadline:
                     raise NotStartedError(self._ranks[rank], self._seconds)
 
-    def read(self, message: Message) -> list[Any]:
+    def read(self, message: PostedCollective) -> list[Any]:
         """What each rank has for this one, as flat tensors in its memory; None of this rank.
 
         Raises:
@@ -294,7 +296,7 @@ class HostCollectives:
 
 
 @dataclass(eq=False)
-class Message:
+class PostedCollective:
     """A collective of this rank that is under way.
 
     Attributes:

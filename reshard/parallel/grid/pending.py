@@ -17,7 +17,7 @@ SHORT_DTYPES = (torch.bfloat16, torch.float16)
 Parts = Sequence[torch.Tensor]
 
 
-class Pending:
+class PendingResult:
     """The result of a collective that is under way."""
 
     def __init__(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from reshard.coordination import Monitor, Request, explain_lost_store, find_channel, find_group, resolve
+from reshard.coordination import Monitor, RoundRequest, explain_lost_store, find_call_group, find_group, resolve
 from reshard.coordination.liveness.lost_ranks import grid_ranks_stopped_error
 from reshard.coordination.liveness.presence import has_ended
 from reshard.coordination.liveness.status import HeartbeatReader
@@ -21,7 +21,7 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 COLLECTIVE_SILENCE_SECONDS = 4.0
 #: How long to search for the root cause: a lost connection, an error that another rank reports, or a rank without a
 #: heartbeat.
-ROOT_CAUSE_SECONDS = COLLECTIVE_SILENCE_SECONDS + 2.0
+COLLECTIVE_ROOT_CAUSE_TIMEOUT_SECONDS = COLLECTIVE_SILENCE_SECONDS + 2.0
 #: Seconds between two checks for it.
 CHECK_INTERVAL_SECONDS = 0.1
 
@@ -44,12 +44,12 @@ class RootCauseFinder:
     ) -> None:
         self._group = group = find_group(None)
         Monitor.of(group)  # sends the heartbeats of this rank
-        self._channel = find_channel(group, tuple(sorted(ranks)))
+        self._call_group = find_call_group(group, tuple(sorted(ranks)))
         arguments = [("the ranks of a grid", str(list(ranks))), ("the shape of a grid", str(list(shape)))]
-        request = Request(dist.get_rank(), arguments, hostname=group.hostname)
-        _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
+        request = RoundRequest(dist.get_rank(), arguments, hostname=group.hostname)
+        _, decision = self._call_group.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
         self._generation = decision.generation
-        self._waits = group.store.under(f"u/{self._channel.key}/waits/{self._generation}")
+        self._waits = group.store.under(f"u/{self._call_group.key}/waits/{self._generation}")
 
     def await_all_ranks(self, called: str, timeout_seconds: float) -> None:
         """Wait until all ranks of the grid call the function of this name.
@@ -58,13 +58,13 @@ class RootCauseFinder:
             DisagreementError: a rank calls another function.
             TransferTimeoutError: a rank calls none.
         """
-        request = Request(dist.get_rank(), [("the function", called)], hostname=self._group.hostname)
-        _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
+        request = RoundRequest(dist.get_rank(), [("the function", called)], hostname=self._group.hostname)
+        _, decision = self._call_group.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
         self._generation = decision.generation
 
     def report(self, error: ReshardError) -> ReshardError:
         """Publish an error of this rank, for :meth:`explain` on the others; returns the first one of any rank."""
-        return self._channel.fail(self._generation, error)
+        return self._call_group.fail(self._generation, error)
 
     def explain(self, error: RuntimeError, awaited: Sequence[int], is_backward: bool) -> ReshardError:
         """The error to raise after a failed collective: another rank's error, or one that names the ranks at fault.
@@ -78,14 +78,14 @@ class RootCauseFinder:
             awaited: ranks that this rank waits for.
             is_backward: whether it waits in a backward.
         """
-        deadline = time.monotonic() + ROOT_CAUSE_SECONDS
+        deadline = time.monotonic() + COLLECTIVE_ROOT_CAUSE_TIMEOUT_SECONDS
         heartbeats = HeartbeatReader(self._group.store)
-        others = [rank for rank in self._channel.members if rank != self._group.rank]
+        others = [rank for rank in self._call_group.members if rank != self._group.rank]
         with contextlib.suppress(RuntimeError):  # the store may be lost
             self._waits.set(str(self._group.rank), json.dumps([list(awaited), is_backward]))
         while time.monotonic() < deadline:
             try:
-                reported = self._channel.reported_error(self._generation)
+                reported = self._call_group.reported_error(self._generation)
                 ended = [] if reported else [rank for rank in others if has_ended(self._group.store, rank)]
                 silent = [rank for rank in others if heartbeats.read(rank)[1] > COLLECTIVE_SILENCE_SECONDS]
             except RuntimeError as lost:
@@ -94,18 +94,18 @@ class RootCauseFinder:
                 return reported
             if ended or silent:
                 stopped = grid_ranks_stopped_error(ended or silent, None if ended else COLLECTIVE_SILENCE_SECONDS)
-                return self._channel.fail(self._generation, stopped)
+                return self._call_group.fail(self._generation, stopped)
             time.sleep(CHECK_INTERVAL_SECONDS)
-        text = f"a collective of {describe_ranks(self._channel.members)} of a grid failed"
+        text = f"a collective of {describe_ranks(self._call_group.members)} of a grid failed"
         culprits = self._find_culprits()
         text = f"{culprits}: {text}" if culprits else f"{text}, and all ranks send heartbeats: {error}"
-        return self._channel.fail(self._generation, RemoteError(text))
+        return self._call_group.fail(self._generation, RemoteError(text))
 
     def _find_culprits(self) -> str:
         """The ranks that others wait for and that do not wait themselves, and what they have missed; "" if unknown."""
         waits: dict[int, tuple[list[int], bool]] = {}
         with contextlib.suppress(RuntimeError):  # the store may be lost
-            for rank in self._channel.members:
+            for rank in self._call_group.members:
                 if self._waits.check([str(rank)]):
                     waits[rank] = json.loads(self._waits.get(str(rank)))
         for is_backward, what in ((True, "skipped a backward"), (False, "did not start a collective")):

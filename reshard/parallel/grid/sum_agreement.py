@@ -17,7 +17,7 @@ from reshard.errors import DisagreementError, RemoteError
 from reshard.formatting import describe_ranks
 
 from .collectives import Axis
-from .pending import Pending
+from .pending import PendingResult
 
 
 class SumCall(enum.Enum):
@@ -106,7 +106,7 @@ class SumAgreement:
         with contextlib.suppress(RuntimeError):  # the error of the backward is raised, not that of the connection
             self._start(SumCall.FAILED, 0, 0)
 
-    def _start(self, call: SumCall, sums_hash: int, value: int) -> Pending:
+    def _start(self, call: SumCall, sums_hash: int, value: int) -> PendingResult:
         own = torch.tensor([[_CALLS.index(call), sums_hash, value]], dtype=torch.int64, device=self._device)
         return self._axis.all_gather(own, [1] * self._axis.size)
 

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from .cuts import Span
-from .pending import Parts, Pending
+from .pending import Parts, PendingResult
 
 #: A collective in two levels moves at most ``MAX_PIECES`` pieces, each with at least ``PIECE_BYTES`` bytes per rank.
 MAX_PIECES, PIECE_BYTES = 4, 2**18
@@ -17,11 +17,11 @@ MAX_PIECES, PIECE_BYTES = 4, 2**18
 class Summing(Protocol):
     """Sums arrays over ranks, as :meth:`Axis.reduce_scatter` does."""
 
-    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
+    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> PendingResult:
         """See :meth:`Axis.reduce_scatter`."""
 
 
-class Level(Summing, Protocol):
+class AxisLevel(Summing, Protocol):
     """The ranks of one level, with the collectives of an :class:`Axis`."""
 
     index: int
@@ -30,17 +30,17 @@ class Level(Summing, Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> PendingResult:
         """See :meth:`Axis.all_gather`."""
 
-    def all_gather_into(self, part: torch.Tensor, targets: Sequence[Parts], result: torch.Tensor) -> Pending:
+    def all_gather_into(self, part: torch.Tensor, targets: Sequence[Parts], result: torch.Tensor) -> PendingResult:
         """See :meth:`Axis.all_gather_into`."""
 
-    def reduce_scatter_parts(self, parts: Sequence[Parts]) -> Pending:
+    def reduce_scatter_parts(self, parts: Sequence[Parts]) -> PendingResult:
         """See :meth:`Axis.reduce_scatter_parts`."""
 
 
-LevelT = TypeVar("LevelT", bound=Level)
+LevelT = TypeVar("LevelT", bound=AxisLevel)
 
 
 class TwoLevelAxis(Generic[LevelT]):
@@ -55,7 +55,7 @@ class TwoLevelAxis(Generic[LevelT]):
     def __init__(self, table: tuple[tuple[int, ...], ...], inside: LevelT, between: LevelT) -> None:
         self.table, self.inside, self.between = table, inside, between
 
-    def all_gather(self, part: torch.Tensor, sizes: Sequence[int], result: torch.Tensor) -> Pending:
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int], result: torch.Tensor) -> PendingResult:
         """Gather between hosts, then inside each host. See :meth:`Axis.all_gather`."""
         pieces = self._cut(sizes, result)
         own = self.table[self.between.index][self.inside.index]
@@ -74,9 +74,11 @@ class TwoLevelAxis(Generic[LevelT]):
                 last.wait()
             return result
 
-        return Pending(None, finish)
+        return PendingResult(None, finish)
 
-    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int], between: Summing | None = None) -> Pending:
+    def reduce_scatter(
+        self, array: torch.Tensor, sizes: Sequence[int], between: Summing | None = None
+    ) -> PendingResult:
         """Sum inside each host, then between hosts. See :meth:`Axis.reduce_scatter`.
 
         Args:
@@ -95,7 +97,7 @@ class TwoLevelAxis(Generic[LevelT]):
                 sums.append(across.reduce_scatter(first.wait(), own))
             return torch.cat([last.wait() for last in sums])
 
-        return Pending(None, finish)
+        return PendingResult(None, finish)
 
     @property
     def _column(self) -> list[int]:

@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 
 from ..grid import Grid
 from ..grid.cuts import Span, intersect, size_of, total
-from ..grid.pending import SHORT_DTYPES, Pending, ordered_sum
+from ..grid.pending import SHORT_DTYPES, PendingResult, ordered_sum
 from .dataflow import ProductShape
 
 #: A product as a generator. It yields after it starts collectives, so that another product can start its own.
@@ -40,10 +40,10 @@ class Activation:
     ) -> None:
         self.local, self._readers = local, readers
         self.gathered = dict(gathered or {})
-        self._pending: dict[int | str, Pending] = {}
+        self._pending: dict[int | str, PendingResult] = {}
         self._reads = dict.fromkeys(self.gathered, readers - 1)
 
-    def start(self, key: int | str, gather: Callable[[], Pending]) -> None:
+    def start(self, key: int | str, gather: Callable[[], PendingResult]) -> None:
         """Start an all-gather unless it has started."""
         if key not in self._reads:
             self._pending[key], self._reads[key] = gather(), 0
@@ -180,7 +180,7 @@ class Product:
         own = panels.by_col[self.grid.col][panel]
         x.start(panel, lambda: self._col_axis.all_gather(_take(x.local.t(), own), panels.col_sizes(panel)))
 
-    def _gather_weight(self, panel: int, w: torch.Tensor) -> Pending:
+    def _gather_weight(self, panel: int, w: torch.Tensor) -> PendingResult:
         """A panel of W of this grid column: ``[panel, Q_j]``."""
         panels = self.shape.panels
         return self._row_axis.all_gather(_take(w, panels.by_row[self.grid.row][panel]), panels.row_sizes(panel))
@@ -195,7 +195,7 @@ class Product:
         """Start to gather the features P_i of all tokens of this depth layer: ``[P_i, M]``."""
         x.start("features", lambda: self._gather_features(x.local, tokens))
 
-    def _gather_features(self, x: torch.Tensor, tokens: Sequence[int]) -> Pending:
+    def _gather_features(self, x: torch.Tensor, tokens: Sequence[int]) -> PendingResult:
         shape, grid = self.shape, self.grid
         have, need = shape.p_cols[grid.col], shape.p_rows[grid.row]
         sent = [x[:, _relative(intersect(have, shape.p_rows[i]), have)].t().reshape(-1) for i in range(shape.rows)]
@@ -218,7 +218,7 @@ class Product:
                 first += m
             return result
 
-        return Pending(None, finish)
+        return PendingResult(None, finish)
 
     def _sum_to_columns(self, partial: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """Sum over the columns of the grid, and shard the sum as an activation: ``[m, P_j]`` from ``[P_i, M]``."""
@@ -259,7 +259,7 @@ def _take(array: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
     return torch.cat([array[lo:hi] for lo, hi in spans])
 
 
-def _put(array: torch.Tensor, spans: Sequence[Span], pending: Pending) -> None:
+def _put(array: torch.Tensor, spans: Sequence[Span], pending: PendingResult) -> None:
     """Wait for a sum, and write its rows to the rows of a matrix in ``spans``."""
     rows = pending.wait()
     assert len(rows) == total(spans)

@@ -14,11 +14,11 @@ from reshard.topology import Topology
 
 #: Slots of a plan if messages have no latency: a slot is the time of one chunk on the busiest port. With this many,
 #: filling the pipeline takes little time.
-SLOTS = 256
+MAX_SLOTS = 256
 #: Limit on chunks x receiving hosts; with more hosts there are fewer chunks, but at least ``_MIN_SLOTS``.
 _MAX_ARRIVALS = 2**14
 _MIN_SLOTS = 64
-#: Like ``SLOTS``, per NIC of a host with several NICs.
+#: Like ``MAX_SLOTS``, per NIC of a host with several NICs.
 _SLOTS_OF_NIC = 128
 #: Smallest chunk size relative to the largest; slow ports get smaller chunks.
 _MIN_RELATIVE_SPEED = 1 / 8
@@ -464,5 +464,5 @@ def _speeds(host_classes: HostClasses, topology: Topology) -> np.ndarray:
 
 def _max_slots(num_receivers: int, num_nics: int) -> int:
     """Chunks through the busiest port if messages have no latency."""
-    slots = min(SLOTS, max(_MIN_SLOTS, _MAX_ARRIVALS // num_receivers))
+    slots = min(MAX_SLOTS, max(_MIN_SLOTS, _MAX_ARRIVALS // num_receivers))
     return min(slots, _SLOTS_OF_NIC) if num_nics > 1 else slots

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 
 from reshard import _native
-from reshard.planner.multicast.workload import Ports, Workload
+from reshard.planner.multicast.workload import ChunkWorkload, Nics
 from reshard.ragged import ranges
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class ChunkSchedule:
     """Messages in order, as int64 arrays.
 
     Attributes:
@@ -31,12 +31,12 @@ class Schedule:
     after: np.ndarray
 
 
-def put_in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
+def put_in_order(schedule: ChunkSchedule, order: np.ndarray) -> ChunkSchedule:
     """The messages of a schedule in the given order, renumbered."""
     new_index = np.empty_like(order)
     new_index[order] = np.arange(len(order))
     counts = np.diff(schedule.after_at)[order]
-    return Schedule(
+    return ChunkSchedule(
         piece=schedule.piece[order],
         sender=schedule.sender[order],
         receiver=schedule.receiver[order],
@@ -46,7 +46,7 @@ def put_in_order(schedule: Schedule, order: np.ndarray) -> Schedule:
     )
 
 
-def interleave(schedules: Sequence[Schedule], num_pieces: Sequence[int]) -> Schedule:
+def interleave(schedules: Sequence[ChunkSchedule], num_pieces: Sequence[int]) -> ChunkSchedule:
     """One schedule of several that share no port. Each keeps its order; all begin and end together.
 
     Args:
@@ -63,7 +63,7 @@ def interleave(schedules: Sequence[Schedule], num_pieces: Sequence[int]) -> Sche
         columns["num_after"].append(np.diff(schedule.after_at))
         columns["share"].append(np.arange(len(schedule.piece)) / max(len(schedule.piece), 1))
     joined = {name: np.concatenate(column) for name, column in columns.items()}
-    schedule = Schedule(
+    schedule = ChunkSchedule(
         piece=joined["piece"],
         sender=np.concatenate([schedule.sender for schedule in schedules]),
         receiver=np.concatenate([schedule.receiver for schedule in schedules]),
@@ -74,7 +74,7 @@ def interleave(schedules: Sequence[Schedule], num_pieces: Sequence[int]) -> Sche
     return put_in_order(schedule, np.argsort(joined["share"], kind="stable"))
 
 
-def make_schedule(ports: Ports, workload: Workload) -> Schedule:
+def make_schedule(nics: Nics, workload: ChunkWorkload) -> ChunkSchedule:
     """Schedule all pieces of a workload: senders, receivers, and an order without deadlocks.
 
     Raises:
@@ -88,8 +88,8 @@ def make_schedule(ports: Ports, workload: Workload) -> Schedule:
         return np.array(values, dtype=np.float64)
 
     arrays = SimpleNamespace(
-        host=ints(ports.host), out=floats(ports.out), into=floats(ports.into), of_rank=ints(ports.of_rank),
-        pod=ints(ports.pod), up=floats(ports.up), down=floats(ports.down),
+        host=ints(nics.host), out=floats(nics.out), into=floats(nics.into), of_rank=ints(nics.of_rank),
+        pod=ints(nics.pod), up=floats(nics.up), down=floats(nics.down),
     )  # fmt: skip
     *columns, order = _native.make_schedule(arrays, workload)
-    return put_in_order(Schedule(*columns), order)
+    return put_in_order(ChunkSchedule(*columns), order)

@@ -16,7 +16,7 @@ from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.ragged import NO_RANK, distinct_values
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 
 #: Parts are used if their busiest port or uplink takes at most this factor of the time of the busiest one of the whole
 #: problem. An uplink passes whole sends, so its share is rounded down to a multiple of the rate of a port.
@@ -27,7 +27,7 @@ MAX_TOGETHER = 10_000
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ProblemPart:
     """A part of a problem.
 
     Attributes:
@@ -41,7 +41,7 @@ class Part:
     ranks: np.ndarray
 
 
-def split_by_ports(problem: PlanProblem, max_together: int = MAX_TOGETHER) -> list[Part]:
+def split_by_ports(problem: PlanProblem, max_together: int = MAX_TOGETHER) -> list[ProblemPart]:
     """The parts of a large problem between pods; empty if it has one part, or if parts would make the plan slower.
 
     A port belongs to one part. Parts in one pod have equal loads of its uplink, so each gets an equal share. Several
@@ -71,8 +71,8 @@ def split_by_ports(problem: PlanProblem, max_together: int = MAX_TOGETHER) -> li
     return []
 
 
-def _rates(port: Port) -> tuple[float, float]:
-    return port.egress_bytes_per_second, port.ingress_bytes_per_second
+def _rates(link: Link) -> tuple[float, float]:
+    return link.egress_bytes_per_second, link.ingress_bytes_per_second
 
 
 def _number_parts(classes: Classes, topology: Topology) -> tuple[np.ndarray, int]:
@@ -81,19 +81,19 @@ def _number_parts(classes: Classes, topology: Topology) -> tuple[np.ndarray, int
     Parts are numbered in the order of their first ports.
     """
     num_nics = max(len(host.nics) for host in topology.hosts)
-    port = topology.host_by_rank * num_nics + topology.nic_by_rank
-    senders, receivers = (port[table[table != NO_RANK]] for table in (classes.holders, classes.receivers))
+    nic = topology.host_by_rank * num_nics + topology.nic_by_rank
+    senders, receivers = (nic[table[table != NO_RANK]] for table in (classes.holders, classes.receivers))
     num_pairs = len(distinct_values(senders)) * len(distinct_values(receivers))
     ranks = np.concatenate([classes.holders, classes.receivers], axis=1)
     is_real = ranks != NO_RANK
     at = np.concatenate([[0], np.cumsum(is_real.sum(axis=1))])[:-1]
-    port = port[ranks[is_real]]
+    nic = nic[ranks[is_real]]
     row = np.repeat(np.arange(len(ranks)), is_real.sum(axis=1))
-    label = np.arange(port.max(initial=-1) + 1)
-    while len(port):  # each port takes the smallest label of its classes
-        smallest = np.minimum.reduceat(label[port], at)
+    label = np.arange(nic.max(initial=-1) + 1)
+    while len(nic):  # each port takes the smallest label of its classes
+        smallest = np.minimum.reduceat(label[nic], at)
         before = label.copy()
-        np.minimum.at(label, port, smallest[row])
+        np.minimum.at(label, nic, smallest[row])
         label = label[label]
         if (label == before).all():
             return np.unique(smallest, return_inverse=True)[1], num_pairs
@@ -163,12 +163,12 @@ class _UplinkLoads:
             slowest = max(slowest, float((np.maximum(high, 0.0) / usable).max(initial=0.0)))
         return slowest
 
-    def shares(self, topology: Topology) -> Iterator[tuple[Port, ...]]:
+    def shares(self, topology: Topology) -> Iterator[tuple[Link, ...]]:
         """The uplinks of each part, in the pods where it has ranks."""
         sharing = np.maximum(self.is_there.sum(axis=0), 1)
         out, into = (rates / sharing for rates in _uplink_rates(topology))
         for is_there in self.is_there:
-            yield tuple(Port(float(out[pod]), float(into[pod])) for pod in np.flatnonzero(is_there))
+            yield tuple(Link(float(out[pod]), float(into[pod])) for pod in np.flatnonzero(is_there))
 
 
 def _uplink_rates(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
@@ -177,8 +177,8 @@ def _uplink_rates(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _cut(
-    problem: PlanProblem, classes: Classes, part_of: np.ndarray, uplinks: Iterable[tuple[Port, ...]]
-) -> Iterator[Part]:
+    problem: PlanProblem, classes: Classes, part_of: np.ndarray, uplinks: Iterable[tuple[Link, ...]]
+) -> Iterator[ProblemPart]:
     """The parts, each with the given uplinks of its pods."""
     task_part = np.repeat(part_of, np.diff(classes.task_at))
     for number, pods in enumerate(uplinks):
@@ -201,10 +201,10 @@ def _cut(
             holders=renumber(holders),
             destinations=renumber(destinations),
         )
-        yield Part(part, HostClasses.of(Classes.of(part), part.topology), ranks)
+        yield ProblemPart(part, HostClasses.of(Classes.of(part), part.topology), ranks)
 
 
-def _topology_of(topology: Topology, ranks: np.ndarray, uplinks: tuple[Port, ...]) -> Topology:
+def _topology_of(topology: Topology, ranks: np.ndarray, uplinks: tuple[Link, ...]) -> Topology:
     """The part of a topology with these ranks, their NICs, hosts and pods, numbered from 0, and the given uplinks."""
     hosts, host_of = np.unique(topology.host_by_rank[ranks], return_inverse=True)
     pods = sorted({topology.host(h).pod or 0 for h in hosts.tolist()})

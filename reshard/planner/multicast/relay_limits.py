@@ -7,14 +7,16 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.plan import num_recv_slots
-from reshard.planner.multicast.native_schedule import Schedule, put_in_order
-from reshard.planner.multicast.workload import Workload
+from reshard.planner.multicast.native_schedule import ChunkSchedule, put_in_order
+from reshard.planner.multicast.workload import ChunkWorkload
 
 #: Up to this many receivers per class it is faster to compare a message with each of them than to search for it.
 _MAX_COMPARED = 16
 
 
-def limit_relay_staging(schedule: Schedule, workload: Workload, num_ranks: int, staging_bytes: int) -> Schedule:
+def limit_relay_staging(
+    schedule: ChunkSchedule, workload: ChunkWorkload, num_ranks: int, staging_bytes: int
+) -> ChunkSchedule:
     """Return the schedule if every relay has room for its staged messages. Otherwise, reorder it.
 
     In the new order, a relay forwards each staged message as soon as it arrives, and waits for no other message. Ports
@@ -46,7 +48,7 @@ def limit_relay_staging(schedule: Schedule, workload: Workload, num_ranks: int, 
     return put_in_order(replace(schedule, after_at=after_at, after=schedule.after[kept]), np.array(order))
 
 
-def _find_relays(schedule: Schedule, workload: Workload, num_ranks: int) -> np.ndarray:
+def _find_relays(schedule: ChunkSchedule, workload: ChunkWorkload, num_ranks: int) -> np.ndarray:
     """``(messages,)`` bool: whether the receiver of each message is a relay, which forwards it but does not need it."""
     relays = np.zeros(len(schedule.piece), dtype=bool)
     if len(schedule.piece) == workload.num_messages:
@@ -71,7 +73,7 @@ def _find_relays(schedule: Schedule, workload: Workload, num_ranks: int) -> np.n
     return relays
 
 
-def _fits(schedule: Schedule, workload: Workload, relays: np.ndarray, staging_bytes: int) -> bool:
+def _fits(schedule: ChunkSchedule, workload: ChunkWorkload, relays: np.ndarray, staging_bytes: int) -> bool:
     """Whether every message finds a free receive slot at its receiver, which also stages other messages."""
     count = len(schedule.piece)
     nbytes = workload.piece_bytes[schedule.piece]

@@ -1,4 +1,4 @@
-"""Large exchanges in closed form: in slot t, port i sends to port i + t, so every port passes one message at a time."""
+"""Large exchanges in closed form: in slot t, NIC i sends to NIC i + t, so every port passes one message at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from reshard import _native
 from reshard.plan import Transfers
 from reshard.planner.multicast.classes import Classes, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds, is_fast_inside
-from reshard.planner.multicast.workload import Ports
+from reshard.planner.multicast.workload import Nics
 from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.ragged import NO_RANK
@@ -20,17 +20,17 @@ MAX_SCHEDULED = 10_000
 _MAX_UNEVEN = 1.005
 
 
-def rotate_hosts(problem: PlanProblem, host_classes: HostClasses, ports: Ports) -> Transfers | None:
-    """Send each class directly to every host that needs it, in rotation over the ports, and there along a chain.
+def rotate_hosts(problem: PlanProblem, host_classes: HostClasses, nics: Nics) -> Transfers | None:
+    """Send each class directly to every host that needs it, in rotation over the NICs, and there along a chain.
 
     Steps: 1 between hosts, then 1 for each rank of a host that needs the class. Bytes between hosts: unique. A message
     between hosts waits for the previous message of its sender's port and for that of its receiver's port. If all pairs
-    of ports exchange equally many bytes over equal links, no order is faster.
+    of NICs exchange equally many bytes over equal links, no order is faster.
 
     Args:
         problem: the problem.
         host_classes: its classes.
-        ports: one for each NIC.
+        nics: the NICs.
 
     Returns:
         None if the problem is small, if links differ, if a class is held on several hosts, or if the slots would take
@@ -40,9 +40,9 @@ def rotate_hosts(problem: PlanProblem, host_classes: HostClasses, ports: Ports) 
     classes = host_classes.classes
     if int((classes.receivers != NO_RANK).sum()) <= MAX_SCHEDULED or not host_classes.moves.any():
         return None
-    if not ports.have_equal_rates or ports.pod or (np.diff(host_classes.holders[0]) != 1).any():
+    if not nics.have_equal_rates or nics.pod or (np.diff(host_classes.holders[0]) != 1).any():
         return None
-    if ports.have_multi_port_hosts and _has_chains(host_classes):
+    if nics.have_multi_nic_hosts and _has_chains(host_classes):
         return None
     rate = problem.topology.host(int(host_classes.holders[1][0])).nics[0].egress_bytes_per_second
     must = busiest_port_seconds(problem.topology, host_classes) * rate
@@ -78,8 +78,8 @@ def _to_transfers(problem: PlanProblem, classes: Classes, rotates: bool, most_by
         nbytes=classes.nbytes,
         piece_at=piece_at,
         host_of=topology.host_by_rank,
-        port_of=topology.host_by_rank * MAX_NICS + topology.nic_by_rank,
-        num_ports=topology.num_hosts * MAX_NICS,
+        nic_of=topology.host_by_rank * MAX_NICS + topology.nic_by_rank,
+        num_nics=topology.num_hosts * MAX_NICS,
         rotates=rotates,
         most_bytes=most_bytes,
         window_across=WINDOW,

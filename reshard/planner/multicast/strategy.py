@@ -11,11 +11,11 @@ from reshard.errors import ArgumentError
 from reshard.plan import Transfers
 from reshard.planner.multicast.classes import MIN_SLICES, Boxes, Classes, Pieces, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
-from reshard.planner.multicast.native_schedule import Schedule, interleave, make_schedule
-from reshard.planner.multicast.parts import MAX_TOGETHER, Part, split_by_ports
+from reshard.planner.multicast.native_schedule import ChunkSchedule, interleave, make_schedule
+from reshard.planner.multicast.parts import MAX_TOGETHER, ProblemPart, split_by_ports
 from reshard.planner.multicast.relay_limits import limit_relay_staging
 from reshard.planner.multicast.rotation import rotate_hosts
-from reshard.planner.multicast.workload import UNITS, Ports, Workload
+from reshard.planner.multicast.workload import CHUNK_UNITS, ChunkWorkload, Nics
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW
 from reshard.planner.strategies.problem import PlanProblem
@@ -23,8 +23,9 @@ from reshard.planner.strategies.routes import Routes
 from reshard.ragged import NO_RANK
 
 #: Largest size of a chunk that needs no packing. On fast links, latencies would dominate the time of smaller chunks.
-LARGEST_CHUNK_BYTES = 32 * 2**20
-#: Value of :attr:`Workload.max_lead` if one rank can serve its port alone: ranks that take turns wait for each other.
+MAX_MULTICAST_CHUNK_BYTES = 32 * 2**20
+#: Value of :attr:`ChunkWorkload.max_lead` if one rank can serve its NIC alone: ranks that take turns wait for each
+#: other.
 _UNLIMITED_LEAD = 2**20
 #: Rates that differ by less than this fraction count as equal, so that transfers end together.
 _RATE_TOLERANCE = 0.04
@@ -54,7 +55,7 @@ def multicast(problem: PlanProblem) -> Routes | Transfers:
     Raises:
         ArgumentError: the regions make too many chunks for one plan.
     """
-    rotated = rotate_hosts(problem, HostClasses.of(Classes.of(problem), problem.topology), ports_of(problem))
+    rotated = rotate_hosts(problem, HostClasses.of(Classes.of(problem), problem.topology), nics_of(problem))
     if rotated is not None:
         return rotated
     if has_many_hosts(problem):
@@ -71,46 +72,48 @@ def schedule_chunks(
     problem: PlanProblem,
     near_first: bool = False,
     keeps_partners: bool = False,
-    prepared: tuple[Workload, Pieces] | None = None,
+    prepared: tuple[ChunkWorkload, Pieces] | None = None,
     max_together: int = MAX_TOGETHER,
 ) -> Routes | Transfers:
     """Like :func:`multicast`, without its special cases.
 
     Args:
         problem: the problem.
-        near_first, keeps_partners: see :class:`Workload`.
+        near_first, keeps_partners: see :class:`ChunkWorkload`.
         prepared: the result of :func:`make_workload` for ``problem``, if known.
         max_together: see :func:`split_by_ports`.
     """
     if parts := split_by_ports(problem, max_together):
         return _schedule_parts(problem, parts, near_first, keeps_partners)
     workload, pieces = prepared or make_workload(problem)
-    ports = ports_of(problem)
-    is_plain = ports.have_equal_rates and not ports.have_multi_port_hosts and not ports.pod
+    nics = nics_of(problem)
+    is_plain = nics.have_equal_rates and not nics.have_multi_nic_hosts and not nics.pod
     if workload.num_steps > _MAX_MATCHED and workload.has_one_holder and is_plain:
         workload = replace(workload, is_broadcast=True)
     elif workload.num_steps > _MAX_STEPS:
         return broadcast_in_rotation(problem)
     workload = replace(workload, near_first=near_first, keeps_partners=keeps_partners)
-    return _to_transfers(problem, pieces.boxes, _schedule(problem, ports, workload))
+    return _to_transfers(problem, pieces.boxes, _schedule(problem, nics, workload))
 
 
-def _schedule(problem: PlanProblem, ports: Ports, workload: Workload) -> Schedule:
-    schedule = make_schedule(ports, workload)
+def _schedule(problem: PlanProblem, nics: Nics, workload: ChunkWorkload) -> ChunkSchedule:
+    schedule = make_schedule(nics, workload)
     return limit_relay_staging(schedule, workload, len(problem.topology.host_of_rank), problem.staging_bytes)
 
 
-def _schedule_parts(problem: PlanProblem, parts: Sequence[Part], near_first: bool, keeps_partners: bool) -> Transfers:
+def _schedule_parts(
+    problem: PlanProblem, parts: Sequence[ProblemPart], near_first: bool, keeps_partners: bool
+) -> Transfers:
     """The transfers of all parts; parts with equal workloads have one schedule."""
-    known: dict[object, Schedule] = {}
+    known: dict[object, ChunkSchedule] = {}
     schedules, boxes = [], []
     for part in parts:
         workload, pieces = make_workload(part.problem, part.host_classes)
         workload = replace(workload, near_first=near_first, keeps_partners=keeps_partners)
-        ports = ports_of(part.problem, range(len(part.ranks)))
-        key = ports, workload.key
+        nics = nics_of(part.problem, range(len(part.ranks)))
+        key = nics, workload.key
         if key not in known:
-            known[key] = _schedule(part.problem, ports, workload)
+            known[key] = _schedule(part.problem, nics, workload)
         made = known[key]
         schedules.append(replace(made, sender=part.ranks[made.sender], receiver=part.ranks[made.receiver]))
         boxes.append(pieces.boxes)
@@ -155,7 +158,7 @@ def without_slow_holders(problem: PlanProblem) -> PlanProblem | None:
     return replace(problem, holders=np.where(slow, NO_RANK, problem.holders)) if slow.any() else None
 
 
-def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None) -> tuple[Workload, Pieces]:
+def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None) -> tuple[ChunkWorkload, Pieces]:
     """The workload of a problem and its pieces; ``host_classes`` are those of the problem, if known.
 
     Raises:
@@ -179,10 +182,10 @@ def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None)
     )
     step = float((host_classes.nbytes / counts / relative_size)[host_classes.moves].max(initial=0.0)) / fastest
     pieces = cut_pieces(problem, host_classes.classes, host_classes.host_class, counts, host_classes.moves)
-    workload = Workload(
+    workload = ChunkWorkload(
         host_class_holders=host_classes.holders,
         host_class_receivers=host_classes.destinations,
-        host_class_size=np.maximum(np.round(relative_size * UNITS), 1).astype(np.int64),
+        host_class_size=np.maximum(np.round(relative_size * CHUNK_UNITS), 1).astype(np.int64),
         host_class_of=pieces.host_class_of,
         class_holders=members_of(host_classes.classes.holders),
         class_receivers=members_of(host_classes.classes.receivers),
@@ -212,14 +215,14 @@ def _largest_chunks(problem: PlanProblem, host_classes: HostClasses) -> np.ndarr
     is_plain = ~problem.is_strided[lead] & (np.diff(host_classes.classes.task_at) == 1)
     is_plain &= problem.nbytes[lead] // rows * MIN_SLICES <= packed
     return (
-        np.where(np.logical_and.reduceat(is_plain, host_classes.first_class), LARGEST_CHUNK_BYTES, largest)
+        np.where(np.logical_and.reduceat(is_plain, host_classes.first_class), MAX_MULTICAST_CHUNK_BYTES, largest)
         if len(host_classes)
         else largest
     )
 
 
-def ports_of(problem: PlanProblem, ranks: Collection[int] | None = None) -> Ports:
-    """One port per NIC. Rates are relative to the largest, and nearly equal rates are made equal.
+def nics_of(problem: PlanProblem, ranks: Collection[int] | None = None) -> Nics:
+    """The NICs that ranks use. Rates are relative to the largest, and nearly equal rates are made equal.
 
     Args:
         problem: the problem.
@@ -241,7 +244,7 @@ def ports_of(problem: PlanProblem, ranks: Collection[int] | None = None) -> Port
     up = [pod.egress_bytes_per_second for pod in topology.pods]
     down = [pod.ingress_bytes_per_second for pod in topology.pods]
     snapped = _snap_rates([*out, *into, *up, *down])
-    return Ports(
+    return Nics(
         host=tuple(host),
         out=tuple(snapped[rate] for rate in out),
         into=tuple(snapped[rate] for rate in into),
@@ -267,7 +270,7 @@ def _snap_rates(rates: list[float]) -> dict[float, float]:
     return snapped
 
 
-def _to_transfers(problem: PlanProblem, boxes: Boxes, schedule: Schedule) -> Transfers:
+def _to_transfers(problem: PlanProblem, boxes: Boxes, schedule: ChunkSchedule) -> Transfers:
     host = problem.topology.host_by_rank
     return Transfers.unchecked(
         box_at=boxes.at,

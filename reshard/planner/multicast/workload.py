@@ -1,4 +1,4 @@
-"""Input of the chunk scheduler: the ports, and the chunks to send through them."""
+"""Input of the chunk scheduler: the NICs, and the chunks to send through them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 
 from reshard.planner.multicast.host_classes import RaggedRows
 
-#: Size of a chunk between the fastest ports, in the unit of :attr:`Workload.host_class_size`.
-UNITS = 1024
+#: Size of a chunk between the fastest NICs, in the unit of :attr:`ChunkWorkload.host_class_size`.
+CHUNK_UNITS = 1024
 
 
 @dataclass(frozen=True)
-class Ports:
-    """The network: one full-duplex port per NIC. All rates are relative to the largest one.
+class Nics:
+    """The network: NICs, the ranks that use them, and the uplinks of pods. All rates are relative to the largest one.
 
     Attributes:
-        host: host of each port.
-        out, into: egress and ingress rate of each port.
-        of_rank: port of each rank, -1 for ranks that do not participate.
+        host: host of each NIC.
+        out, into: egress and ingress rate of each NIC.
+        of_rank: NIC of each rank, -1 for ranks that do not participate.
         pod: pod of each host; empty without pods.
         up, down: egress and ingress rate of each pod's uplink.
     """
@@ -36,12 +36,12 @@ class Ports:
 
     @cached_property
     def ranks(self) -> list[list[int]]:
-        """The ranks at each port."""
-        ranks_of_port: list[list[int]] = [[] for _ in self.host]
-        for rank, port in enumerate(self.of_rank):
-            if port >= 0:
-                ranks_of_port[port].append(rank)
-        return ranks_of_port
+        """The ranks at each NIC."""
+        ranks_of_nic: list[list[int]] = [[] for _ in self.host]
+        for rank, nic in enumerate(self.of_rank):
+            if nic >= 0:
+                ranks_of_nic[nic].append(rank)
+        return ranks_of_nic
 
     @cached_property
     def have_equal_rates(self) -> bool:
@@ -49,34 +49,34 @@ class Ports:
         return len({*self.out, *self.into, *self.up, *self.down}) == 1
 
     @cached_property
-    def have_multi_port_hosts(self) -> bool:
-        """Whether the ranks of some host use several ports."""
+    def have_multi_nic_hosts(self) -> bool:
+        """Whether the ranks of some host use several NICs."""
         hosts = [host for host, ranks in zip(self.host, self.ranks, strict=True) if ranks]
         return len(set(hosts)) < len(hosts)
 
 
 @dataclass(frozen=True, eq=False)
-class Workload:
+class ChunkWorkload:
     """The chunks to schedule.
 
     A class is a set of regions with the same holder and receiver ranks. A host class is a set of classes with the same
     holder and destination hosts. Hosts exchange chunks of host classes. Ranks exchange pieces: the part of a chunk that
     belongs to one class. All :data:`RaggedRows` are ``(at, values)``: row k is ``values[at[k]:at[k + 1]]``.
 
-    A clock step is the time that a port of rate 1 needs for a chunk of size :data:`UNITS`.
+    A clock step is the time that a NIC of rate 1 needs for a chunk of size :data:`CHUNK_UNITS`.
 
     Attributes:
         host_class_holders, host_class_receivers: holder and destination hosts of each host class.
-        host_class_size: ``(host_classes,)`` chunk size; it is :data:`UNITS` between the fastest ports.
+        host_class_size: ``(host_classes,)`` chunk size; it is :data:`CHUNK_UNITS` between the fastest NICs.
         host_class_of: ``(chunks,)`` host class of each chunk.
         class_holders, class_receivers: holder and receiver ranks of each class.
         piece_at: chunk i has pieces ``piece_at[i]:piece_at[i + 1]``.
         piece_class, piece_bytes: ``(pieces,)`` class and bytes of each piece.
-        max_lead: a rank serves its port until it is this many pieces ahead of the least loaded rank there.
-        near_first: whether ports prefer chunks that their own ranks hold or need over the rarest chunks.
+        max_lead: a rank serves its NIC until it is this many pieces ahead of the least loaded rank there.
+        near_first: whether NICs prefer chunks that their own ranks hold or need over the rarest chunks.
         keeps_partners: whether each sender keeps its first receiver for as long as it can.
         is_broadcast: whether chunks pass in a fixed pattern of slots (``native/circulant_broadcast.h``). All chunks
-            that move must have the same holder and destinations, and hosts one port each.
+            that move must have the same holder and destinations, and hosts one NIC each.
         inside_each, inside_per_byte: cost of a message inside a host, fixed and per byte, in clock steps.
     """
 

@@ -39,7 +39,7 @@ def search_briefly(problem: PlanProblem, num_steps: int) -> Routes:
     queues, rank_port = port_classes(problem)
     if len(queues) > MAX_CLASSES:
         return broadcast_greedy(problem)
-    order = _Search(problem, queues).run(num_steps)
+    order = _BranchAndBound(problem, queues).run(num_steps)
     loads = SendLoads(problem)
 
     def with_senders() -> Iterable[tuple[int, int]]:
@@ -51,7 +51,7 @@ def search_briefly(problem: PlanProblem, num_steps: int) -> Routes:
     return along_trees(problem, with_senders())
 
 
-class _Search:
+class _BranchAndBound:
     def __init__(self, problem: PlanProblem, queues: list[tuple[tuple[Option, ...], list[int]]]) -> None:
         self.options = [[(option, ports_of_mask(option[1])) for option in options] for options, _ in queues]
         rates = _port_rates(problem)

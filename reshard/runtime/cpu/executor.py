@@ -32,15 +32,15 @@ from reshard.runtime.array_bytes import digest_concatenated, flat_bytes
 from reshard.runtime.cpu.box_tables import tabulate_buffers
 from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.progress import Tally
-from reshard.runtime.cpu.queues import Notification, Queue
+from reshard.runtime.cpu.queues import Notification, OperationQueue
 from reshard.runtime.cpu.staging import CastSource, Staging, copy_into, view_of
 from reshard.runtime.cpu.verification import TransferDigests, is_copy_of
-from reshard.runtime.program import Event, LocalBox, Part, RankProgram, Recv, Send
+from reshard.runtime.program import BoxRange, Event, LocalBox, RankProgram, Recv, Send
 from reshard.runtime.transport import Transport, Work, join, wait_for
 from reshard.threads import start_thread
 
 #: Interval between calls of ``check`` while a queue has no posted operation to wait for.
-POLL_SECONDS = 0.2
+QUEUE_POLL_INTERVAL_SECONDS = 0.2
 #: Notifications use the tag of the program plus this offset. Program tags are smaller.
 NOTIFY_TAG = 2**29
 #: The exchange of digests uses the tag of the program plus this offset.
@@ -101,12 +101,14 @@ class _Execution:
         self.shared_memory: Any = getattr(transport, "shared_memory", None)
         self.casts = {index for index, array in enumerate(self.src) if isinstance(array, CastSource)}
         self.lock = threading.Lock()  # guards the attributes below while threads run
-        self.recvs = Queue(self.lock, program.recvs, staging.recv)
+        self.recvs = OperationQueue(self.lock, program.recvs, staging.recv)
         self.sends = [
-            Queue(self.lock, program.sends_across, staging.across),
-            Queue(self.lock, program.sends_inside, staging.inside),
+            OperationQueue(self.lock, program.sends_across, staging.across),
+            OperationQueue(self.lock, program.sends_inside, staging.inside),
         ]
-        self.notifications = Queue(self.lock, [Notification(event[0], rank, event) for event, rank in program.awaited])
+        self.notifications = OperationQueue(
+            self.lock, [Notification(event[0], rank, event) for event, rank in program.awaited]
+        )
         self.queues = (self.recvs, *self.sends, self.notifications)
         self.done: set[Event] = set()
         self.to_notify: dict[int, deque[Event]] = {}  # rank -> events to notify it of, in the order that it expects
@@ -155,7 +157,7 @@ class _Execution:
         if self.error is not None:
             raise self.error
 
-    def drain(self, queue: Queue) -> None:
+    def drain(self, queue: OperationQueue) -> None:
         """Wait for the operations of a queue in order. After each one, post every operation that can now start."""
         try:
             while True:
@@ -167,7 +169,7 @@ class _Execution:
                                 "no posted operation can free a buffer or bring its data"
                             )
                         queue.sleeping = True
-                        queue.changed.wait(POLL_SECONDS)
+                        queue.changed.wait(QUEUE_POLL_INTERVAL_SECONDS)
                         queue.sleeping = False
                         self.check()
                     if queue.is_finished or self.error is not None:
@@ -263,7 +265,7 @@ class _Execution:
             while queue.next < len(queue.ops) and self.post_send(queue):
                 pass
 
-    def find_bytes(self, op: Recv | Send, part: Part, side: str) -> torch.Tensor | None:
+    def find_bytes(self, op: Recv | Send, part: BoxRange, side: str) -> torch.Tensor | None:
         """The bytes of a part inside an array of this rank; None if they are not contiguous there."""
         box = op.boxes[part.boxes.start]
         at = getattr(box, side)
@@ -340,7 +342,7 @@ class _Execution:
         if not self.num_readers[index]:
             self.recvs.pool.give(self.slot_of.pop(index))
 
-    def post_send(self, queue: Queue) -> bool:
+    def post_send(self, queue: OperationQueue) -> bool:
         """Post the next send of a queue; False if it cannot start yet."""
         op: Send = queue.ops[queue.next]  # type: ignore[assignment]
         if len(queue.posted) >= op.window or (op.forwards is not None and self.tally.received <= op.forwards):
@@ -373,7 +375,7 @@ class _Execution:
         return not self.casts or self.casts.isdisjoint(box.tensor for box in op.boxes)
 
     def fill_buffers(
-        self, queue: Queue, op: Send, arrays: Sequence[torch.Tensor | None], side: str
+        self, queue: OperationQueue, op: Send, arrays: Sequence[torch.Tensor | None], side: str
     ) -> tuple[list[torch.Tensor], torch.Tensor | None] | None:
         """The buffers of a send, and the slot that it takes for them. None if no slot is free."""
         views = [self.find_bytes(op, part, side) for part in op.parts]
@@ -387,7 +389,7 @@ class _Execution:
                     self.staging.pack(op, part, arrays, side, slot[part.bytes])
         return _fill(views, op.parts, slot if held is None else held), slot
 
-    def finish_send(self, queue: Queue, op: Send, slot: torch.Tensor | None) -> None:
+    def finish_send(self, queue: OperationQueue, op: Send, slot: torch.Tensor | None) -> None:
         if slot is not None:
             queue.pool.give(slot)
         elif op.forwards is not None and op.forwards in self.slot_of:
@@ -405,7 +407,9 @@ class _Execution:
         wait_for(work, self.deadline, self.check, self.program.rank, peer, what)
 
 
-def _fill(views: Sequence[torch.Tensor | None], parts: Sequence[Part], slot: torch.Tensor | None) -> list[torch.Tensor]:
+def _fill(
+    views: Sequence[torch.Tensor | None], parts: Sequence[BoxRange], slot: torch.Tensor | None
+) -> list[torch.Tensor]:
     """The buffers of a message: bytes of arrays where they are contiguous, else the part of its staging slot."""
     return [slot[part.bytes] if view is None else view for view, part in zip(views, parts, strict=True)]  # type: ignore[index]
 

@@ -24,7 +24,7 @@ class Notification:
     event: Event
 
 
-class Queue:
+class OperationQueue:
     """Operations of one kind, in the plan's order.
 
     Attributes:

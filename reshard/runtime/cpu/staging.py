@@ -13,7 +13,7 @@ from reshard.plan import num_recv_slots
 from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.byte_runs import box_runs, box_span, copy_runs
 from reshard.runtime.cpu.box_tables import BoxParts, split_box, tabulate_boxes
-from reshard.runtime.program import LocalBox, Part, RankProgram, Recv, Send, Slices
+from reshard.runtime.program import BoxRange, LocalBox, RankProgram, Recv, Send, Slices
 
 #: Most staging slots of one send queue, regardless of the windows in the plan.
 MAX_WINDOW = 4
@@ -33,7 +33,7 @@ class Staging:
         self._spans: dict[tuple[int, int, str], tuple[int, int] | None] = {}
         self._tables: dict[tuple[int, str], np.ndarray] = {}  # by the message and the side
 
-    def span_of(self, op: Recv | Send, part: Part, array: torch.Tensor, side: str) -> tuple[int, int] | None:
+    def span_of(self, op: Recv | Send, part: BoxRange, array: torch.Tensor, side: str) -> tuple[int, int] | None:
         """Byte range ``(start, stop)`` of a part of one box in a contiguous array; None if not one run. Cached."""
         key = op.id, part.boxes.start, side
         if key not in self._spans:
@@ -57,7 +57,7 @@ class Staging:
         return table
 
     def pack(
-        self, op: Recv | Send, part: Part, arrays: Sequence[torch.Tensor | None], side: str, buffer: torch.Tensor
+        self, op: Recv | Send, part: BoxRange, arrays: Sequence[torch.Tensor | None], side: str, buffer: torch.Tensor
     ) -> None:
         """Copy the boxes of a part from the arrays into its buffer."""
         runs = self._runs_of(op, part, arrays, side)
@@ -67,7 +67,7 @@ class Staging:
             pack([view_of(arrays, box.tensor, getattr(box, side)) for box in op.boxes[part.boxes]], buffer)
 
     def unpack(
-        self, op: Recv | Send, part: Part, arrays: Sequence[torch.Tensor | None], side: str, buffer: torch.Tensor
+        self, op: Recv | Send, part: BoxRange, arrays: Sequence[torch.Tensor | None], side: str, buffer: torch.Tensor
     ) -> None:
         """Copy the boxes of a part from its buffer into the arrays."""
         runs = self._runs_of(op, part, arrays, side)
@@ -77,7 +77,7 @@ class Staging:
             unpack(buffer, [view_of(arrays, box.tensor, getattr(box, side)) for box in op.boxes[part.boxes]])
 
     def _runs_of(
-        self, op: Recv | Send, part: Part, arrays: Sequence[torch.Tensor | None], side: str
+        self, op: Recv | Send, part: BoxRange, arrays: Sequence[torch.Tensor | None], side: str
     ) -> _ByteRuns | None:
         """The boxes of a part as byte runs. None if they are few, or if an array is not contiguous. Cached."""
         boxes = op.boxes[part.boxes]

@@ -24,7 +24,7 @@ from reshard.runtime.rounds.schedule import Round
 #: Device types whose messages NCCL transfers.
 NCCL_DEVICES = {"cuda"}
 #: Interval at which a host polls the device.
-POLL_SECONDS = 0.0005
+DEVICE_POLL_INTERVAL_SECONDS = 0.0005
 _ID_KEY = "id"
 
 
@@ -156,7 +156,7 @@ class NcclExchange(_OnCommunicator):
                     last_look = now
                     poll()
                     self.check()
-                time.sleep(POLL_SECONDS)
+                time.sleep(DEVICE_POLL_INTERVAL_SECONDS)
 
     def check(self) -> None:
         """Raise NcclError if the communicator failed."""

@@ -29,7 +29,7 @@ from reshard.runtime.rounds.memory import (
     RoundStreams,
 )
 from reshard.runtime.rounds.schedule import Round, rounds_of
-from reshard.runtime.rounds.steps import EXTRA, ArrayKind, Packed, Part, Step, aligned
+from reshard.runtime.rounds.steps import EXTRA, ArrayKind, CompiledRound, MessageBytes, Packed, aligned
 from reshard.runtime.strided_regions import MAX_UNIT, box_regions, make_tables
 
 #: Lists of steps without tables that are kept, for arrays of different kinds.
@@ -91,7 +91,7 @@ class RoundRunner:
         self._index = {recv.id: index for index, recv in enumerate(program.recvs)}
         self._half_bytes = max(map(self._scratch_bytes, self.rounds), default=0)
         self._relay_offsets, self._relay_bytes = self._allocate_relays()
-        self._steps: dict[tuple[ArrayKind | None, ...], tuple[Step, ...]] = {}
+        self._steps: dict[tuple[ArrayKind | None, ...], tuple[CompiledRound, ...]] = {}
         self._storage: Array | None = None
         self.table_bytes = 0
         self.num_halves = 1
@@ -225,7 +225,9 @@ class RoundRunner:
     def _flat_of(self, array: Array | None) -> Array | None:
         return None if array is None or not self.memory.is_contiguous(array) else self.memory.flat(array)
 
-    def _bytes_of(self, part: Part, flats: Sequence[Array | None], buffer: Array, extra: Array | None) -> Posted:
+    def _bytes_of(
+        self, part: MessageBytes, flats: Sequence[Array | None], buffer: Array, extra: Array | None
+    ) -> Posted:
         whole = buffer if part.array is None else extra if part.array == EXTRA else flats[part.array]
         assert whole is not None
         return whole[part.start : part.stop], part.rank
@@ -285,7 +287,7 @@ class RoundRunner:
                 offsets[index], total = at, max(total, at + size)
         return offsets, total
 
-    def _find_steps(self, kinds: tuple[ArrayKind | None, ...]) -> tuple[Step, ...]:
+    def _find_steps(self, kinds: tuple[ArrayKind | None, ...]) -> tuple[CompiledRound, ...]:
         if kinds not in self._steps:
             self._steps[kinds] = self._make_steps(kinds)
             # tables are kept, since kernels under way or captured may read them
@@ -294,13 +296,13 @@ class RoundRunner:
                 del self._steps[item]
         return self._steps[kinds]
 
-    def _make_steps(self, kinds: Sequence[ArrayKind | None]) -> tuple[Step, ...]:
-        steps: list[Step] = []
+    def _make_steps(self, kinds: Sequence[ArrayKind | None]) -> tuple[CompiledRound, ...]:
+        steps: list[CompiledRound] = []
         unpacked_in: dict[int, int] = {}  # index of a receive -> the step that unpacks it
         for number, item in enumerate(self.rounds):
             slots = _Slots(number % self.num_halves * self._half_bytes)
-            recvs: list[Part] = []
-            sends: list[Part] = []
+            recvs: list[MessageBytes] = []
+            sends: list[MessageBytes] = []
             to_pack: list[Packed] = []
             to_unpack: list[Packed] = []
             after_unpack = -1
@@ -311,7 +313,7 @@ class RoundRunner:
                 )
                 slot = slots.take(recv.nbytes, recv.id in self._bypass, part is not None)
                 if part is None:
-                    part = Part(*slot, recv.sender)
+                    part = MessageBytes(*slot, recv.sender)
                     to_unpack.append(Packed(recv, part.start, False, part.array == EXTRA))
                     unpacked_in[index] = number
                 recvs.append(part)
@@ -324,7 +326,7 @@ class RoundRunner:
                         after_unpack = max(after_unpack, unpacked_in.get(send.forwards, -1))
                 slot = slots.take(send.nbytes, send.id in self._bypass, part is not None)
                 if part is None:
-                    part = Part(*slot, send.receiver)
+                    part = MessageBytes(*slot, send.receiver)
                     to_pack.append(Packed(send, part.start, send.forwards is None, part.array == EXTRA))
                 sends.append(part)
             copies = to_pack, to_unpack
@@ -338,7 +340,7 @@ class RoundRunner:
             ]
             sides = [self._split(packed, kinds) for packed in (to_pack, to_unpack)]
             steps.append(
-                Step(
+                CompiledRound(
                     tuple(recvs), tuple(sends), tuple(broadcasts), *sides[0], *sides[1], after_unpack, slots.extra_bytes
                 )
             )
@@ -347,7 +349,7 @@ class RoundRunner:
     def _as_one(
         self, ops: Sequence[Recv | Send], rank: int, is_send: bool, kinds: Sequence[ArrayKind | None], slots: _Slots,
         copies: tuple[list[Packed], list[Packed]],
-    ) -> Part:  # fmt: skip
+    ) -> MessageBytes:  # fmt: skip
         """The bytes of messages that are posted as one, in an array if they are adjacent there, else in a buffer.
 
         Args:
@@ -361,12 +363,12 @@ class RoundRunner:
         )
         array, start, stop = slots.take(sum(op.nbytes for op in ops), ops[0].id in self._bypass, is_direct)
         if is_direct:
-            return Part(known[0].array, known[0].start, known[-1].stop, rank)
+            return MessageBytes(known[0].array, known[0].start, known[-1].stop, rank)
         at = start
         for op in ops:
             copies[0 if is_send else 1].append(Packed(op, at, is_send, array == EXTRA))
             at += op.nbytes
-        return Part(array, start, stop, rank)
+        return MessageBytes(array, start, stop, rank)
 
     def _scratch_bytes(self, one: Round) -> int:
         """The bytes of the buffer that a round uses at most."""
@@ -374,11 +376,11 @@ class RoundRunner:
         ops = [*one.recvs, *one.sends, *(op for broadcast in one.broadcasts for op in broadcast.parts)]
         return sum(aligned(op.nbytes) for op in ops if op.id not in self._bypass)
 
-    def _relay(self, index: int, rank: int) -> Part:
+    def _relay(self, index: int, rank: int) -> MessageBytes:
         start = self.num_halves * self._half_bytes + self._relay_offsets[index]
-        return Part(None, start, start + self.program.recvs[index].nbytes, rank)
+        return MessageBytes(None, start, start + self.program.recvs[index].nbytes, rank)
 
-    def _direct(self, op: Recv | Send, kinds: Sequence[ArrayKind | None], side: str, rank: int) -> Part | None:
+    def _direct(self, op: Recv | Send, kinds: Sequence[ArrayKind | None], side: str, rank: int) -> MessageBytes | None:
         """The bytes of a message inside an array; None if they are not contiguous there and must be packed."""
         if len(op.boxes) > 1:
             return None
@@ -389,7 +391,7 @@ class RoundRunner:
         if not kind.alignment:
             return None
         span = box_span(kind.shape, kind.itemsize, getattr(box, side))
-        return None if span is None else Part(number, *span, rank)
+        return None if span is None else MessageBytes(number, *span, rank)
 
     def _split(
         self, packed: Sequence[Packed], kinds: Sequence[ArrayKind | None]

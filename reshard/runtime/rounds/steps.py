@@ -34,7 +34,7 @@ class ArrayKind(NamedTuple):
 EXTRA = -1
 
 
-class Part(NamedTuple):
+class MessageBytes(NamedTuple):
     """The bytes of one message, in an array (by number) or in a buffer (None or EXTRA), and the rank at the other end.
 
     For a broadcast, the rank is its root.
@@ -61,7 +61,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Step:
+class CompiledRound:
     """One round. Tables are copied in one launch each, views box by box.
 
     Attributes:
@@ -73,9 +73,9 @@ class Step:
         extra_bytes: bytes of the second buffer that it uses.
     """
 
-    recvs: tuple[Part, ...]
-    sends: tuple[Part, ...]
-    broadcasts: tuple[Part, ...]
+    recvs: tuple[MessageBytes, ...]
+    sends: tuple[MessageBytes, ...]
+    broadcasts: tuple[MessageBytes, ...]
     pack_tables: tuple[Any, ...]
     pack_views: tuple[Packed, ...]
     unpack_tables: tuple[Any, ...]

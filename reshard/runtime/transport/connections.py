@@ -27,11 +27,11 @@ from reshard.runtime.transport.shared_memory import SharedMemory, share_memory
 from reshard.timeouts import run_with_timeout
 
 #: Interval of checks for reported errors while waiting.
-POLL_SECONDS = 0.2
+ERROR_POLL_INTERVAL_SECONDS = 0.2
 #: A tag that no transfer uses: transfer tags are round numbers.
 ABORT_TAG = 2**31 - 1
 #: How long to wait for the creation of a group after its own timeout has passed.
-GRACE_SECONDS = 5.0
+GROUP_GRACE_SECONDS = 5.0
 #: File descriptors of a Gloo group besides its connections: two for the event loop, one to listen, one spare.
 GROUP_DESCRIPTORS = 4
 
@@ -70,7 +70,7 @@ class Connections:
         if not self._is_sharing:
             limit = timedelta(seconds=timeout_seconds)
             share = functools.partial(share_memory, self._groups[0], self._own, list(self._position), limit)
-            self._shared_memory = run_with_timeout(share, timeout_seconds + GRACE_SECONDS)
+            self._shared_memory = run_with_timeout(share, timeout_seconds + GROUP_GRACE_SECONDS)
             self._is_sharing = True
         return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position, self._shared_memory)
 
@@ -98,7 +98,7 @@ class Connections:
 
     def _make_group_with_timeout(self, name: str, timeout_seconds: float, check_error: Callable[[], None]) -> Any:
         make = functools.partial(self._make_group, name, timedelta(seconds=timeout_seconds), check_error)
-        return run_with_timeout(make, timeout_seconds + GRACE_SECONDS)
+        return run_with_timeout(make, timeout_seconds + GROUP_GRACE_SECONDS)
 
     def _make_group(self, name: str, limit: timedelta, check_error: Callable[[], None]) -> Any:
         ranks = sorted(self._position)
@@ -222,7 +222,7 @@ class _PolledStore(dist.Store):
                 raise RuntimeError(f"the store has no key {keys[0]} after {timeout.total_seconds():g} s")
             time.sleep(min(0.02, max(0.0005, 0.1 * (now - begun))))
             now = time.monotonic()
-            if now - last_check > POLL_SECONDS:
+            if now - last_check > ERROR_POLL_INTERVAL_SECONDS:
                 last_check = now
                 self._check_error()
 

@@ -44,7 +44,7 @@ def pick(outer: range, inner: range) -> range:
 
 
 @dataclass(frozen=True)
-class Part:
+class PlacedRegion:
     """A region of a source tensor, and where it lies in a tensor that rules have made.
 
     Attributes:
@@ -66,13 +66,13 @@ class ComposedTensor:
     """A tensor that rules have made, from parts of source tensors."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[PlacedRegion, ...]
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...]) -> ComposedTensor:
         """A source tensor itself."""
         whole, dims = _whole(shape)
-        return cls(shape, (Part(name, whole, whole, dims),))
+        return cls(shape, (PlacedRegion(name, whole, whole, dims),))
 
     def cut(self, dim: int, wanted: range) -> ComposedTensor:
         """The slices at some indices along a dim."""
@@ -85,20 +85,20 @@ class ComposedTensor:
                     source = part.dims.index(dim)
                     region[source] = pick(region[source], positions(kept, part.place[dim]))
                 place = _at(part.place, dim, positions(kept, wanted))
-                parts.append(Part(part.source, tuple(region), place, part.dims))
+                parts.append(PlacedRegion(part.source, tuple(region), place, part.dims))
         return ComposedTensor((*self.shape[:dim], len(wanted), *self.shape[dim + 1 :]), tuple(parts))
 
-    def placed(self, dim: int, at: range) -> tuple[Part, ...]:
+    def placed(self, dim: int, at: range) -> tuple[PlacedRegion, ...]:
         """The parts, with the slices along a dim moved to other indices."""
         return tuple(
-            Part(part.source, part.region, _at(part.place, dim, pick(at, part.place[dim])), part.dims)
+            PlacedRegion(part.source, part.region, _at(part.place, dim, pick(at, part.place[dim])), part.dims)
             for part in self.parts
         )
 
     def with_dim(self, dim: int) -> ComposedTensor:
         """The same with a new dim of size 1."""
         parts = tuple(
-            Part(
+            PlacedRegion(
                 part.source,
                 part.region,
                 (*part.place[:dim], range(1), *part.place[dim:]),
@@ -113,13 +113,13 @@ class ComposedTensor:
         parts = []
         for part in self.parts:
             dims = tuple(-1 if other == dim else other - (other > dim) for other in part.dims)
-            parts.append(Part(part.source, part.region, (*part.place[:dim], *part.place[dim + 1 :]), dims))
+            parts.append(PlacedRegion(part.source, part.region, (*part.place[:dim], *part.place[dim + 1 :]), dims))
         return ComposedTensor((*self.shape[:dim], *self.shape[dim + 1 :]), tuple(parts))
 
     def transposed(self) -> ComposedTensor:
         """The same with its two dims exchanged."""
         parts = tuple(
-            Part(
+            PlacedRegion(
                 part.source,
                 part.region,
                 part.place[::-1],
@@ -149,7 +149,7 @@ def join_tensors(tensors: Sequence[ComposedTensor], dim: int, what: str) -> Comp
     Raises:
         ArgumentError: their shapes do not fit.
     """
-    parts: list[Part] = []
+    parts: list[PlacedRegion] = []
     size, first = 0, tensors[0].shape
     for tensor in tensors:
         if len(tensor.shape) <= dim or (
@@ -182,5 +182,5 @@ def compose_parts(view: ComposedTensor, base: ComposedTensor) -> ComposedTensor:
             for place_dim, dim in enumerate(part.dims):
                 if dim >= 0:
                     place[dim] = pick(part.place[dim], positions(overlap[place_dim], part.region[place_dim]))
-            parts.append(Part(inner.source, tuple(region), tuple(place), tuple(dims)))
+            parts.append(PlacedRegion(inner.source, tuple(region), tuple(place), tuple(dims)))
     return ComposedTensor(view.shape, tuple(parts))

@@ -15,7 +15,7 @@ from reshard.arguments import check_fields
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 from reshard.sharding import MAX_NDIM
-from reshard.weights.mapping.parts import ComposedTensor, Part, join_tensors
+from reshard.weights.mapping.parts import ComposedTensor, PlacedRegion, join_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -270,7 +270,7 @@ class Rope(_Rule):
             rows, half = whole.shape[0] if whole.shape else 0, self.head_dim // 2
             if rows % self.head_dim:
                 raise ArgumentError(f"{self}: {name!r} has {rows} rows, not a multiple of head_dim={self.head_dim}")
-            parts: list[Part] = []
+            parts: list[PlacedRegion] = []
             for head in range(0, rows, self.head_dim):
                 for turn in range(2):
                     pair = range(head + turn, head + self.head_dim, 2)

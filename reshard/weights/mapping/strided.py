@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.errors import ArgumentError
-from reshard.weights.mapping.parts import ComposedTensor, Part
+from reshard.weights.mapping.parts import ComposedTensor, PlacedRegion
 
 #: A view that takes more separate regions of a tensor than this is refused.
 MAX_PARTS = 1 << 16
 
 
 @dataclass(frozen=True)
-class _Run:
+class _StridedRun:
     """Elements at equal distances along one dim of a view, which run along one dim of the tensor.
 
     Attributes:
@@ -67,7 +67,9 @@ def view_of_tensor(
     return ComposedTensor(tuple(shape), _parts_of(name, runs, first, len(shape)))
 
 
-def _find_runs(dim: int, count: int, stride: int, base_shape: Sequence[int], base_strides: Sequence[int]) -> list[_Run]:
+def _find_runs(
+    dim: int, count: int, stride: int, base_shape: Sequence[int], base_strides: Sequence[int]
+) -> list[_StridedRun]:
     """The runs of one dim of a view: several if it joins dims of the tensor."""
     runs, place_step = [], 1
     while count > 1:
@@ -82,14 +84,14 @@ def _find_runs(dim: int, count: int, stride: int, base_shape: Sequence[int], bas
             raise ArgumentError(f"a view of a tensor of shape {list(base_shape)} joins dims in part")
         if inside == 1:
             raise ArgumentError(f"a view of a tensor of shape {list(base_shape)} leaves it")
-        runs.append(_Run(dim, place_step, base_dim, step, inside))
+        runs.append(_StridedRun(dim, place_step, base_dim, step, inside))
         count, stride, place_step = count // inside, stride * inside, place_step * inside
     return runs
 
 
-def _parts_of(name: str, runs: Sequence[_Run], first: Sequence[int], ndim: int) -> tuple[Part, ...]:
+def _parts_of(name: str, runs: Sequence[_StridedRun], first: Sequence[int], ndim: int) -> tuple[PlacedRegion, ...]:
     """One part for each combination of the runs that share a dim with a longer one."""
-    kept: list[_Run] = []
+    kept: list[_StridedRun] = []
     for run in sorted(runs, key=lambda run: -run.count):
         if all(run.dim != other.dim and run.base_dim != other.base_dim for other in kept):
             kept.append(run)
@@ -108,5 +110,5 @@ def _parts_of(name: str, runs: Sequence[_Run], first: Sequence[int], ndim: int) 
             region[run.base_dim] = range(begun, begun + (run.count - 1) * run.step + 1, run.step)
             place[run.dim] = range(placed, placed + (run.count - 1) * run.place_step + 1, run.place_step)
             dims[run.base_dim] = run.dim
-        parts.append(Part(name, tuple(region), tuple(place), tuple(dims)))
+        parts.append(PlacedRegion(name, tuple(region), tuple(place), tuple(dims)))
     return tuple(parts)

@@ -17,7 +17,7 @@ from reshard.weights.model.holdings import Value
 from reshard.weights.model.manifest import Manifest
 
 #: How long to wait for the store.
-STORE_SECONDS = 30.0
+ROSTER_TIMEOUT_SECONDS = 30.0
 #: Key of the trainer that publishes the name.
 _PUBLISHER = "publisher"
 #: Key of the last version.
@@ -77,12 +77,12 @@ class Roster:
 
     def write_manifest(self, kind: str, team_id: str, manifest: Manifest) -> None:
         """Store what a team holds."""
-        self._store.set(f"{kind}/{team_id}/manifest", manifest.to_json(), STORE_SECONDS)
+        self._store.set(f"{kind}/{team_id}/manifest", manifest.to_json(), ROSTER_TIMEOUT_SECONDS)
 
     def member(self, kind: str, team_id: str) -> Member:
         """A trainer or an engine by its id."""
         if team_id not in self._members:
-            manifest = self._store.read(f"{kind}/{team_id}/manifest", Manifest.from_json, STORE_SECONDS)
+            manifest = self._store.read(f"{kind}/{team_id}/manifest", Manifest.from_json, ROSTER_TIMEOUT_SECONDS)
             self._members[team_id] = Member(kind, team_id, manifest)
         return self._members[team_id]
 
@@ -100,7 +100,7 @@ class Roster:
             ArgumentError: another trainer publishes it, and its process has not ended.
         """
         claim, known = json.dumps([team_id, hostname, pid]), ""
-        while (holder := self._store.compare_set(_PUBLISHER, known, claim, STORE_SECONDS).decode()) != claim:
+        while (holder := self._store.compare_set(_PUBLISHER, known, claim, ROSTER_TIMEOUT_SECONDS).decode()) != claim:
             other, other_host, other_pid = self._store.parse(_PUBLISHER, holder.encode(), _read_claim)
             if not self.has_ended("trainer", other, 0):
                 raise ArgumentError(
@@ -113,13 +113,13 @@ class Roster:
 
     def publisher(self) -> Member | None:
         """The trainer that claimed the name last."""
-        if not self._store.check([_PUBLISHER], STORE_SECONDS):
+        if not self._store.check([_PUBLISHER], ROSTER_TIMEOUT_SECONDS):
             return None
-        return self.member("trainer", self._store.read(_PUBLISHER, _read_claim, STORE_SECONDS)[0])
+        return self.member("trainer", self._store.read(_PUBLISHER, _read_claim, ROSTER_TIMEOUT_SECONDS)[0])
 
     def has_ended(self, kind: str, team_id: str, rank: int) -> bool:
         """Whether the process of a rank of a team has ended, or has closed its side."""
-        return has_ended(self._store.under(_join_prefix(kind, team_id)), rank, STORE_SECONDS)
+        return has_ended(self._store.under(_join_prefix(kind, team_id)), rank, ROSTER_TIMEOUT_SECONDS)
 
     def first_living(self, kind: str, team_id: str, ranks: range) -> int | None:
         """The first of some ranks of a team whose process is not known to have ended."""
@@ -128,46 +128,46 @@ class Roster:
     def enlist(self, team_id: str) -> None:
         """Add an engine, or add it again after it was dropped."""
         number = 0
-        while self._store.compare_set(f"engines/{number}", "", team_id, STORE_SECONDS) != team_id.encode():
+        while self._store.compare_set(f"engines/{number}", "", team_id, ROSTER_TIMEOUT_SECONDS) != team_id.encode():
             number += 1
-        self._store.set(_state_key(team_id), "", STORE_SECONDS)
+        self._store.set(_state_key(team_id), "", ROSTER_TIMEOUT_SECONDS)
 
     def drop(self, team_id: str) -> None:
         """Remove an engine."""
-        self._store.set(_state_key(team_id), "dropped", STORE_SECONDS)
+        self._store.set(_state_key(team_id), "dropped", ROSTER_TIMEOUT_SECONDS)
 
     def engines(self) -> list[Member]:
         """The engines that are not dropped, in the order in which they came."""
-        while self._store.check([key := f"engines/{len(self._engines)}"], STORE_SECONDS):
-            self._engines.append(self._store.get(key, STORE_SECONDS).decode())
+        while self._store.check([key := f"engines/{len(self._engines)}"], ROSTER_TIMEOUT_SECONDS):
+            self._engines.append(self._store.get(key, ROSTER_TIMEOUT_SECONDS).decode())
         present = [
             team_id
             for team_id in dict.fromkeys(self._engines)
-            if self._store.check([_state_key(team_id)], STORE_SECONDS)
-            and not self._store.get(_state_key(team_id), STORE_SECONDS)
+            if self._store.check([_state_key(team_id)], ROSTER_TIMEOUT_SECONDS)
+            and not self._store.get(_state_key(team_id), ROSTER_TIMEOUT_SECONDS)
         ]
         return [self.member("engine", team_id) for team_id in present]
 
     def set_held(self, team_id: str, version: int | None) -> None:
         """Note the version that an engine holds, whole and verified."""
-        self._store.set(f"held/{team_id}", json.dumps(version), STORE_SECONDS)
+        self._store.set(f"held/{team_id}", json.dumps(version), ROSTER_TIMEOUT_SECONDS)
 
     def held(self, team_id: str) -> int | None:
         """The version that an engine holds."""
         key = f"held/{team_id}"
-        if not self._store.check([key], STORE_SECONDS):
+        if not self._store.check([key], ROSTER_TIMEOUT_SECONDS):
             return None
-        return self._store.read(key, _read_version, STORE_SECONDS)
+        return self._store.read(key, _read_version, ROSTER_TIMEOUT_SECONDS)
 
     def set_latest(self, latest: Latest) -> None:
         """Note the last version."""
-        self._store.set(_LATEST, json.dumps(latest.__dict__), STORE_SECONDS)
+        self._store.set(_LATEST, json.dumps(latest.__dict__), ROSTER_TIMEOUT_SECONDS)
 
     def latest(self) -> Latest | None:
         """The last version; None if none was sent."""
-        if not self._store.check([_LATEST], STORE_SECONDS):
+        if not self._store.check([_LATEST], ROSTER_TIMEOUT_SECONDS):
             return None
-        return self._store.read(_LATEST, _read_latest, STORE_SECONDS)
+        return self._store.read(_LATEST, _read_latest, ROSTER_TIMEOUT_SECONDS)
 
 
 def ranks_store(raw: dist.Store, kind: str, team_id: str) -> dist.PrefixStore:

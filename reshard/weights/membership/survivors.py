@@ -12,7 +12,7 @@ import numpy as np
 from reshard.errors import RemoteError
 from reshard.formatting import describe_ranks
 from reshard.sharding import format_box
-from reshard.weights.model.manifest import Entry, Manifest
+from reshard.weights.model.manifest import Manifest, ManifestEntry
 from reshard.weights.model.pieces import cut_held
 
 #: Number of lost regions that an error lists.
@@ -39,7 +39,7 @@ def on_ranks(manifest: Manifest, ranks: Sequence[int], what: str) -> Manifest:
         are = "is" if len(lost) == 1 else "are"
         named = f"{', '.join(regions[:MAX_REGIONS])}{more}"
         raise RemoteError(f"{describe_ranks(lost)} of {what} {are} lost, and no other rank holds {named}")
-    shared: dict[Any, Entry] = {}
+    shared: dict[Any, ManifestEntry] = {}
     entries = {}
     for name, entry in manifest.entries.items():
         if entry not in shared:

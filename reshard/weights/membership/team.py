@@ -18,7 +18,7 @@ from reshard.coordination import (
     Monitor,
     calling,
     describe_error,
-    find_channel,
+    find_call_group,
     find_group,
     is_published,
     join,
@@ -54,8 +54,8 @@ def exchange(group: Group, report: Mapping[str, Any], purpose: str, seconds: flo
         ReshardError: the first error that a rank reports, or a rank did not call; the same on all ranks.
     """
     with calling(group):
-        channel = find_channel(group, tuple(range(group.size)))
-        return exchange_reports(channel, {"failed": None, **report}, purpose, seconds, kept)
+        call_group = find_call_group(group, tuple(range(group.size)))
+        return exchange_reports(call_group, {"failed": None, **report}, purpose, seconds, kept)
 
 
 def run_collectively(

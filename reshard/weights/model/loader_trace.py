@@ -49,7 +49,7 @@ class ParameterRegion:
 
 
 @dataclass(frozen=True)
-class Copy:
+class TracedCopy:
     """A region of a tensor of the checkpoint that a loader copies into a parameter."""
 
     source: Side
@@ -84,7 +84,7 @@ class _Root:
         return compose_parts(shown, self.made)
 
 
-def trace_loader(load_weights: Any, tensors: Tensors, given: Mapping[str, Given]) -> list[Copy | Fill]:
+def trace_loader(load_weights: Any, tensors: Tensors, given: Mapping[str, Given]) -> list[TracedCopy | Fill]:
     """The copies and fills of a loader, in order. Parameters do not change.
 
     Args:
@@ -117,7 +117,7 @@ def trace_loader(load_weights: Any, tensors: Tensors, given: Mapping[str, Given]
 class _Trace(TorchDispatchMode):
     def __init__(self, tensors: Tensors) -> None:
         super().__init__()
-        self.found: list[Copy | Fill] = []
+        self.found: list[TracedCopy | Fill] = []
         self.last = ""
         self._roots: dict[int, _Root] = {}
         self._parameters: dict[int, list[tuple[str, torch.Tensor]]] = {}
@@ -188,7 +188,7 @@ class _Trace(TorchDispatchMode):
             strides = [target.stride(place_dim) * part.place[place_dim].step for place_dim in dims]
             offset = sum(indices.start * stride for indices, stride in zip(part.place, target.stride(), strict=True))
             region = self._region_of(target.as_strided(shape, strides, target.storage_offset() + offset))
-            self.found.append(Copy(Side(part.source, part.region, tuple(along)), region))
+            self.found.append(TracedCopy(Side(part.source, part.region, tuple(along)), region))
         return target
 
     def _region_of(self, view: torch.Tensor) -> ParameterRegion:

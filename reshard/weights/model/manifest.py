@@ -15,7 +15,7 @@ from reshard.weights.model.holdings import ModelState, Value
 
 
 @dataclass(frozen=True)
-class Entry:
+class ManifestEntry:
     """One tensor of a model.
 
     Attributes:
@@ -44,7 +44,7 @@ class Manifest:
     """
 
     size: int
-    entries: dict[str, Entry]
+    entries: dict[str, ManifestEntry]
     tied: dict[str, str]
     values: dict[str, Value]
     device: str
@@ -72,7 +72,7 @@ class Manifest:
         """The manifest that :meth:`to_json` wrote."""
         given = json.loads(text)
         classes = [
-            Entry(tuple(shape), dtype, tuple((rank, _read_boxes(boxes)) for rank, boxes in held))
+            ManifestEntry(tuple(shape), dtype, tuple((rank, _read_boxes(boxes)) for rank, boxes in held))
             for shape, dtype, held in given["classes"]
         ]
         entries = {name: classes[number] for name, number in given["names"].items()}
@@ -152,6 +152,6 @@ def merge_states(states: Mapping[int, Mapping[str, Any]], what: str) -> Manifest
         holders = tuple(held[name])
         if not holders and 0 not in shape:
             raise ArgumentError(f"{what}: no rank holds a part of {name!r}")
-        entries[name] = Entry(shape, dtype, shared.setdefault(holders, holders))
+        entries[name] = ManifestEntry(shape, dtype, shared.setdefault(holders, holders))
     devices = {device for state in states.values() for device in state["devices"]}
     return Manifest(len(states), entries, tied, values, devices.pop() if len(devices) == 1 else "cpu")

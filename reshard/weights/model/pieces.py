@@ -17,10 +17,10 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of, did_you_mean
 from reshard.sharding import Box, RegionLayout, Shards, TensorSpec, cut_shards
 from reshard.weights.mapping.families import find_lacking, find_misfit, find_rules
-from reshard.weights.mapping.parts import Part, Region, intersect, pick, positions
+from reshard.weights.mapping.parts import PlacedRegion, Region, intersect, pick, positions
 from reshard.weights.mapping.rules import Rule, Shapes, find_idle_rules
 from reshard.weights.model.holdings import join_dim
-from reshard.weights.model.manifest import Entry, Manifest
+from reshard.weights.model.manifest import Manifest, ManifestEntry
 
 #: Number of names that an error lists.
 MAX_NAMES = 10
@@ -45,7 +45,7 @@ class Side:
     region: Region
     dims: tuple[int, ...]
 
-    def held(self, entry: Entry) -> Held:
+    def held(self, entry: ManifestEntry) -> Held:
         """The parts of the piece that each rank holds, in the order in which :meth:`view` joins them."""
         return _held(entry.held, self.region, self.dims)
 
@@ -93,7 +93,7 @@ def _held(held: Held, region: Region, dims: tuple[int, ...]) -> Held:
 
 
 @dataclass(frozen=True)
-class Piece:
+class RegionPair:
     """A region of the source model and the equal region of the destination model that it becomes.
 
     Attributes:
@@ -120,7 +120,7 @@ class Piece:
             inside[other] = pick(self.target.region[other], positions(region[dim], self.source.region[dim]))
         return Side(self.target.name, tuple(inside), tuple(of_dim[dim] for dim in along))
 
-    def slice(self, dim: int, indices: range) -> Piece:
+    def slice(self, dim: int, indices: range) -> RegionPair:
         """The piece without all but some slices along a dim."""
         if len(indices) == self.shape[dim]:
             return self
@@ -130,13 +130,13 @@ class Piece:
             region[at] = pick(region[at], indices)
             sides.append(Side(side.name, tuple(region), side.dims))
         shape = (*self.shape[:dim], len(indices), *self.shape[dim + 1 :])
-        return Piece(sides[0], sides[1], shape, self.dtype)
+        return RegionPair(sides[0], sides[1], shape, self.dtype)
 
     def __str__(self) -> str:
         return self.source.name
 
 
-def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
+def match(source: Manifest, target: Manifest, what: str) -> list[RegionPair]:
     """The pieces that give every tensor of the destination its values.
 
     Args:
@@ -151,7 +151,7 @@ def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
     names_of: dict[str, list[str]] = {}
     for name in wanted:
         names_of.setdefault(target.tied.get(name, name), []).append(name)
-    pieces: list[Piece] = []
+    pieces: list[RegionPair] = []
     missing, used = [], set()
     for first, names in names_of.items():
         known = [name for name in names if name in made]
@@ -207,7 +207,7 @@ def _advise(target: Manifest, shapes: Shapes, wanted: Shapes, missing: Sequence[
     return advice
 
 
-def _cut_to_views(piece: Piece, source: Entry, target: Entry) -> list[Piece]:
+def _cut_to_views(piece: RegionPair, source: ManifestEntry, target: ManifestEntry) -> list[RegionPair]:
     """The piece, cut so that each rank's slices of it are evenly spaced in its memory.
 
     Only pieces that take each n-th slice of tensors of which a rank joins several regions are cut.
@@ -232,7 +232,9 @@ def _cut_to_views(piece: Piece, source: Entry, target: Entry) -> list[Piece]:
     return parts
 
 
-def check_pieces(pieces: Sequence[Piece], rules: Sequence[Rule], source: Manifest, target: Manifest, what: str) -> None:
+def check_pieces(
+    pieces: Sequence[RegionPair], rules: Sequence[Rule], source: Manifest, target: Manifest, what: str
+) -> None:
     """Check that pieces use each element of the source tensors, and write each one of the destination once.
 
     Rules that add elements may leave some of the destination out, and rules that drop elements, some of the source.
@@ -259,13 +261,13 @@ def check_pieces(pieces: Sequence[Piece], rules: Sequence[Rule], source: Manifes
                 raise ArgumentError(f"{what}: the rules {verb} {count} of the {size} elements of {name!r}")
 
 
-def compose(held: Sequence[Piece], wanted: Sequence[Piece]) -> list[Piece]:
+def compose(held: Sequence[RegionPair], wanted: Sequence[RegionPair]) -> list[RegionPair]:
     """The pieces from an engine that holds a version to another one.
 
     Args:
         held, wanted: the pieces from the trainer to both.
     """
-    of_source: dict[str, dict[Region, Piece]] = {}
+    of_source: dict[str, dict[Region, RegionPair]] = {}
     for piece in held:
         of_source.setdefault(piece.source.name, {}).setdefault(piece.source.region, piece)
     joined = []
@@ -275,20 +277,20 @@ def compose(held: Sequence[Piece], wanted: Sequence[Piece]) -> list[Piece]:
             if all(overlap):
                 along = [dim for dim in piece.source.dims if dim in other.source.dims]
                 shape = tuple(len(overlap[dim]) for dim in along)
-                joined.append(Piece(other.cut(overlap, along), piece.cut(overlap, along), shape, piece.dtype))
+                joined.append(RegionPair(other.cut(overlap, along), piece.cut(overlap, along), shape, piece.dtype))
     return joined
 
 
-def _resolve_ties(parts: Sequence[Part], source: Manifest) -> tuple[Part, ...]:
+def _resolve_ties(parts: Sequence[PlacedRegion], source: Manifest) -> tuple[PlacedRegion, ...]:
     if not source.tied:
         return tuple(parts)
     return tuple(replace(part, source=source.tied.get(part.source, part.source)) for part in parts)
 
 
-def _make_piece(part: Part, target: str, source: Manifest) -> Piece:
+def _make_piece(part: PlacedRegion, target: str, source: Manifest) -> RegionPair:
     along = [dim for dim, other in enumerate(part.dims) if other >= 0]
     shape = tuple(len(part.region[dim]) for dim in along)
-    return Piece(
+    return RegionPair(
         Side(part.source, part.region, tuple(along)),
         Side(target, part.place, tuple(part.dims[dim] for dim in along)),
         shape,
@@ -327,13 +329,13 @@ class Specs:
         self._source, self._targets = source, targets
         self._layout = functools.cache(_layout_of)
 
-    def bundle(self, gathered: Sequence[Mapping[int, Piece]]) -> list[list[Mapping[int, Piece]]]:
+    def bundle(self, gathered: Sequence[Mapping[int, RegionPair]]) -> list[list[Mapping[int, RegionPair]]]:
         """Pieces that travel as one tensor: small ones of equal shape, dtype and sharding.
 
         Args:
             gathered: pieces of one region of the source each, by the first rank of each destination model.
         """
-        bundles: dict[Any, list[Mapping[int, Piece]]] = {}
+        bundles: dict[Any, list[Mapping[int, RegionPair]]] = {}
         for number, pieces in enumerate(gathered):
             first = next(iter(pieces.values()))
             nbytes = math.prod(first.shape) * ITEMSIZE[first.dtype]
@@ -343,7 +345,7 @@ class Specs:
             bundles.setdefault(key, []).append(pieces)
         return list(bundles.values())
 
-    def spec(self, bundle: Sequence[Mapping[int, Piece]], name: str) -> TensorSpec:
+    def spec(self, bundle: Sequence[Mapping[int, RegionPair]], name: str) -> TensorSpec:
         """The tensor of a plan for a bundle; several pieces are stacked along a new first dim.
 
         Args:
@@ -359,7 +361,7 @@ class Specs:
         ndim = len(shape)
         return TensorSpec(shape, first.dtype, self._layout(((0, held),), ndim), self._layout(wanted, ndim), name)
 
-    def _held(self, pieces: Mapping[int, Piece]) -> tuple[Held, tuple[tuple[int, Held], ...]]:
+    def _held(self, pieces: Mapping[int, RegionPair]) -> tuple[Held, tuple[tuple[int, Held], ...]]:
         """What each rank of the source has of a piece, and what those of each destination need."""
         first = next(iter(pieces.values()))
         wanted = tuple(
@@ -373,7 +375,7 @@ def _stacked(held: Held, count: int) -> Held:
     return tuple((rank, tuple(((0, count), *box) for box in boxes)) for rank, boxes in held)
 
 
-def gather_pieces(pieces: Mapping[int, Sequence[Piece]]) -> list[dict[int, Piece]]:
+def gather_pieces(pieces: Mapping[int, Sequence[RegionPair]]) -> list[dict[int, RegionPair]]:
     """The pieces of several destinations, joined where they send the same region of the source.
 
     A region that goes to several tensors of one model, because only the source ties them, travels once for each.
@@ -381,7 +383,7 @@ def gather_pieces(pieces: Mapping[int, Sequence[Piece]]) -> list[dict[int, Piece
     Args:
         pieces: pieces by the first rank of each destination model.
     """
-    by_source: dict[tuple[Side, int], dict[int, Piece]] = {}
+    by_source: dict[tuple[Side, int], dict[int, RegionPair]] = {}
     for first, of_model in pieces.items():
         count: dict[Side, int] = {}
         for piece in of_model:

@@ -19,7 +19,7 @@ from reshard.errors import ArgumentError
 from reshard.sharding import Box, check_integer
 from reshard.weights.mapping.rules import match_names
 from reshard.weights.model.holdings import Holding, join_dim
-from reshard.weights.model.manifest import Entry, Manifest
+from reshard.weights.model.manifest import Manifest, ManifestEntry
 
 _FLOAT8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FLOAT8).max
@@ -203,7 +203,7 @@ class Quantizer:
         return outer, block_max
 
 
-def _check(rule: Quantize, name: str, entry: Entry) -> None:
+def _check(rule: Quantize, name: str, entry: ManifestEntry) -> None:
     """Raise ArgumentError unless a tensor can be quantized."""
     dtype = getattr(torch, entry.dtype)
     if not dtype.is_floating_point or dtype.itemsize == 1:
@@ -229,14 +229,16 @@ def _scale_boxes(boxes: Sequence[Box], block: tuple[int, int], name: str) -> tup
     return tuple(scale_boxes)
 
 
-def _scales_of(entry: Entry, block: tuple[int, int], name: str) -> Entry:
+def _scales_of(entry: ManifestEntry, block: tuple[int, int], name: str) -> ManifestEntry:
     """The scales of a tensor. Ranks that share a block both hold its scale."""
     rows, columns = entry.shape[-2:]
     shape = (*entry.shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
-    return Entry(shape, "float32", tuple((rank, _scale_boxes(boxes, block, name)) for rank, boxes in entry.held))
+    return ManifestEntry(
+        shape, "float32", tuple((rank, _scale_boxes(boxes, block, name)) for rank, boxes in entry.held)
+    )
 
 
-def _find_shared(entry: Entry, block: tuple[int, int]) -> np.ndarray:
+def _find_shared(entry: ManifestEntry, block: tuple[int, int]) -> np.ndarray:
     """Which blocks some rank holds only parts of."""
     mask = np.zeros(_scales_of(entry, block, "").shape, dtype=bool)
     for _, boxes in entry.held:

@@ -18,7 +18,7 @@ from reshard.errors import RemoteError, VerificationError
 from reshard.sharding import Shards, find_overlaps, format_box
 from reshard.weights.model.digests import LocatedRegions, add_digests, flat_strides
 from reshard.weights.model.manifest import Manifest
-from reshard.weights.model.pieces import Piece, Side, cut_held
+from reshard.weights.model.pieces import RegionPair, Side, cut_held
 
 #: The ascending numbers of regions of a destination model, and the digests of these regions. Both are the bytes of an
 #: array in base 64, which takes a small part of the time of as many numbers in JSON. ``["", ""]`` has no regions.
@@ -81,7 +81,7 @@ class Checker:
         pieces: what goes from one to the other.
     """
 
-    def __init__(self, source: Manifest, target: Manifest, pieces: Sequence[Piece]) -> None:
+    def __init__(self, source: Manifest, target: Manifest, pieces: Sequence[RegionPair]) -> None:
         self._pieces, self._source, self._target = pieces, source, target
         self._sources = [
             cut_held(piece.source.held(source.entries[piece.source.name]), piece.shape) for piece in pieces

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reshard.topology import Port
+from reshard.topology import Link
 
 from ..inputs.cluster import Cluster
 from ..inputs.layer_profile import LayerProfile
@@ -92,9 +92,9 @@ class StagePlace:
         return seconds
 
 
-def slower_rate(port: Port) -> float:
-    """The rate of a port in its slower direction, in bytes per second."""
-    return min(port.egress_bytes_per_second, port.ingress_bytes_per_second)
+def slower_rate(link: Link) -> float:
+    """The rate of a link in its slower direction, in bytes per second."""
+    return min(link.egress_bytes_per_second, link.ingress_bytes_per_second)
 
 
 def ring_seconds(

@@ -14,13 +14,13 @@ from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.parallel.costs import AxisCost, find_axis_cost
 from reshard.parallel.grid.cuts import AXES
 from reshard.parallel.layer_price import GridLoad, LayerPrice, LayerSizes, price_layer
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 
 from ..inputs.choices import Choice, ChoiceRules, GridShape
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import LayerTimes
 from .collective_costs import StagePlace
-from .layer_costs import LayerCost, Workload, device_seconds_of_zero_3, overlapped_seconds
+from .layer_costs import LayerCost, LayerCostInputs, device_seconds_of_zero_3, overlapped_seconds
 
 #: Limit on the grids that a search considers, for each number of ranks and each ZeRO stage.
 MAX_GRIDS = 2
@@ -35,7 +35,7 @@ def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
     return None
 
 
-def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: Workload) -> LayerCost:
+def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostInputs) -> LayerCost:
     """The cost of a layer on a grid for one microbatch. See :func:`~.costs.layer_cost`.
 
     Computation takes the busiest rank's share of the profiled time of one rank. Communication takes the time that
@@ -110,7 +110,7 @@ class _GridStateCosts(NamedTuple):
     is_encoded: bool = False
 
 
-def _price_grid_states(params: float, choice: Choice, place: StagePlace, work: Workload) -> _GridStateCosts:
+def _price_grid_states(params: float, choice: Choice, place: StagePlace, work: LayerCostInputs) -> _GridStateCosts:
     """What a rank keeps of the states of ``params`` parameters, and the collectives of ZeRO over the depth of a grid.
 
     The twin in :mod:`.layer_costs` is for layers without a grid.
@@ -159,7 +159,7 @@ def _share(sizes: LayerSizes, grid: GridShape) -> float:
 
 
 def _best_price(
-    sizes: LayerSizes, grid: GridShape, place: StagePlace, layer_times: LayerTimes, own: float, work: Workload
+    sizes: LayerSizes, grid: GridShape, place: StagePlace, layer_times: LayerTimes, own: float, work: LayerCostInputs
 ) -> LayerPrice:
     """The price of a layer, with encoded products if they are faster or must be encoded."""
     rows, cols, depth = grid
@@ -175,7 +175,7 @@ def _best_price(
     return encoded if not work.codec_costs.is_optional or _exposed(encoded) < _exposed(price) else price
 
 
-def _itemsize(work: Workload) -> int:
+def _itemsize(work: LayerCostInputs) -> int:
     return ITEMSIZE[dtype_name(work.profile.dtype)]
 
 
@@ -189,11 +189,11 @@ def _axis_costs(place: StagePlace, grid: GridShape) -> Mapping[str, AxisCost]:
     rows, cols, depth = grid
     num_hosts = place.num_hosts
     hosts = [rank * num_hosts // place.num_ranks for rank in range(place.num_ranks)]
-    nics = (Port.of(place.nic_bytes_per_second or 1.0),)
+    nics = (Link.of(place.nic_bytes_per_second or 1.0),)
     topology = Topology(
         tuple(hosts),
         tuple(Host(nics, pod) for pod in place.pods) or (Host(nics),),
-        pods=tuple(map(Port.of, place.uplinks)),
+        pods=tuple(map(Link.of, place.uplinks)),
         inside_bytes_per_second=place.inside_bytes_per_second,
         inside_latency_seconds=place.inside_latency_seconds,
         latency_seconds=place.latency_seconds,
@@ -212,7 +212,7 @@ def best_grids(
     shapes: Sequence[GridShape],
     rules: ChoiceRules,
     plain: Sequence[Choice],
-    work: Workload,
+    work: LayerCostInputs,
     cost: Callable[[int, Choice], LayerCost],
 ) -> tuple[Choice, ...]:
     """Of all grids of a stage, the fastest ones.

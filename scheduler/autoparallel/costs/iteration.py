@@ -264,7 +264,7 @@ def _trials(
     if num > 1 and thorough and 3 * count * num <= MAX_ACTIONS:
         auto = partial(auto_schedule, pp_rank_of_stage=pp_ranks, can_split=can_split)
         try:
-            found = auto(model.pipeline, count, memory_limit_bytes=SCALED_LIMIT)
+            found = auto(model.pipeline, count, activation_limit_bytes=SCALED_LIMIT)
         except ScheduleError:
             return
         yield _trial_of(found.name, model.numbers(computations(found)), costs, pp_ranks)

@@ -41,7 +41,7 @@ MIXED_PRECISION = StateBytes(2.0, 2.0, 12.0)
 
 
 @dataclass(frozen=True)
-class Workload:
+class LayerCostInputs:
     """What the costs of layers depend on, in addition to the layer, its choice and its place.
 
     Attributes:
@@ -208,7 +208,7 @@ def overlapped_seconds(compute: float, transfer: float, slowdown: float) -> floa
     return max(compute, transfer) + (slowdown - 1) * min(compute, transfer)
 
 
-def layer_cost(layer: Layer, choice: Choice, place: StagePlace, work: Workload) -> LayerCost:
+def layer_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostInputs) -> LayerCost:
     """The cost of a layer for one microbatch, whose samples the replicas divide evenly.
 
     ZeRO 3 gathers the parameters for the forward and again for the backward of each microbatch, next to computation.
@@ -298,7 +298,7 @@ class _StateCosts(NamedTuple):
     sync_seconds: float
 
 
-def _price_states(params: float, choice: Choice, place: StagePlace, work: Workload) -> _StateCosts:
+def _price_states(params: float, choice: Choice, place: StagePlace, work: LayerCostInputs) -> _StateCosts:
     """What a rank keeps of the states of ``params`` parameters, and the collectives of ZeRO or DDP over the replicas.
 
     The gathers of ZeRO 3 over the depth of a grid are priced in :mod:`.grid_costs`.

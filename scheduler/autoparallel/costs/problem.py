@@ -25,9 +25,9 @@ from .edge_costs import EdgeCodecs, EdgeCosts, End
 from .grid_costs import best_grids, grid_cost, why_no_grid
 from .layer_costs import (
     LayerCost,
+    LayerCostInputs,
     StageCost,
     StateBytes,
-    Workload,
     fixed_bytes_of,
     late_bytes,
     layer_cost,
@@ -280,10 +280,12 @@ class SearchProblem:
             )
         return self._layer_costs[key]
 
-    def workload(self, num_microbatches: int, device_type: str | None = None) -> Workload:
+    def workload(self, num_microbatches: int, device_type: str | None = None) -> LayerCostInputs:
         """A step of some microbatches on a type of device; default: the first."""
         profile = self.profile if device_type is None else self.profiles[device_type]
-        return Workload(profile, self.states, self.num_samples // num_microbatches, num_microbatches, self.codec_costs)
+        return LayerCostInputs(
+            profile, self.states, self.num_samples // num_microbatches, num_microbatches, self.codec_costs
+        )
 
     def place(self, first: int, end: int) -> StagePlace:
         """The place of ranks ``first`` to ``end - 1``."""

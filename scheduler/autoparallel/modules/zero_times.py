@@ -43,7 +43,7 @@ _PROGRAM = (
     "result = measure_alone(*pickle.load(sys.stdin.buffer)); sys.stdout.buffer.write(pickle.dumps(result))"
 )
 #: Time limit of that process.
-TIMEOUT_SECONDS = 300.0
+MEASURE_ALONE_TIMEOUT_SECONDS = 300.0
 
 
 def measure_zero_times(layers: Sequence[Shapes], device: str, repeats: int) -> list[ZeroTimes]:
@@ -67,7 +67,7 @@ def measure_zero_times(layers: Sequence[Shapes], device: str, repeats: int) -> l
             input=pickle.dumps((list(layers), device, repeats)),
             capture_output=True,
             check=True,
-            timeout=TIMEOUT_SECONDS,
+            timeout=MEASURE_ALONE_TIMEOUT_SECONDS,
         )
         return list(pickle.loads(done.stdout))
     except (OSError, subprocess.SubprocessError, pickle.UnpicklingError) as error:

@@ -48,7 +48,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """A tensor of a checkpoint.
 
     Attributes:
@@ -70,7 +70,7 @@ class Index:
         values: ``{key: name of the JSON file}``.
     """
 
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, CheckpointEntry]
     values: Mapping[str, str]
 
     @property
@@ -137,7 +137,7 @@ def parse_index(text: bytes) -> Index:
     return index
 
 
-def check_shards(key: str, entry: Entry) -> None:
+def check_shards(key: str, entry: CheckpointEntry) -> None:
     """Raise ValueError unless the shards lie inside a tensor, and each element is in exactly one of them."""
     for shard in entry.shards:
         if len(shard.offsets) != len(entry.shape) or len(shard.shape) != len(entry.shape):
@@ -157,7 +157,7 @@ def check_shards(key: str, entry: Entry) -> None:
             raise ValueError(f"two shards of {key} overlap")
 
 
-def _parse_entry(value: Any, what: str) -> Entry:
+def _parse_entry(value: Any, what: str) -> CheckpointEntry:
     fields = _check_keys(value, {"dtype", "shape", "shards"}, what)
     if not isinstance(fields["dtype"], str) or fields["dtype"] not in DTYPES:
         raise ValueError(f"{what} has the dtype {brief(fields['dtype'])}; it must be one of {', '.join(DTYPES)}")
@@ -165,7 +165,7 @@ def _parse_entry(value: Any, what: str) -> Entry:
         raise ValueError(f"the shards of {what} are {brief(fields['shards'])}, not a list")
     dtype = DTYPES[fields["dtype"]]
     shards = tuple(_parse_shard(item, f"a shard of {what}", dtype.itemsize) for item in fields["shards"])
-    entry = Entry(dtype, _integers(fields["shape"], f"the shape of {what}"), shards)
+    entry = CheckpointEntry(dtype, _integers(fields["shape"], f"the shape of {what}"), shards)
     if math.prod(max(1, item) for item in entry.shape) * dtype.itemsize >= _MAX:
         raise ValueError(f"{what} has the shape {brief(list(entry.shape))}, which no tensor has")
     check_shards(what, entry)

@@ -18,13 +18,13 @@ from .state import TrainingState, check_counters, check_rng, restore_rng
 from .stored import StoredCheckpoint
 
 
-def find_entries(checkpoint: StoredCheckpoint | PickledCheckpoint, state: TrainingState) -> Request:
+def find_entries(checkpoint: StoredCheckpoint | PickledCheckpoint, state: TrainingState) -> ReadRequest:
     """Find the entries that this rank reads from the checkpoint, and read all but the tensors.
 
     Raises:
         ArgumentError: the checkpoint lacks an entry that ``state`` needs, has it with another shape, or is damaged.
     """
-    request = Request(checkpoint)
+    request = ReadRequest(checkpoint)
     for name, tensor in state.model():
         request.fill([f"model.{alias}" for alias in state.aliases(name)], tensor)
     if state.optimizer is not None:
@@ -43,13 +43,13 @@ def find_entries(checkpoint: StoredCheckpoint | PickledCheckpoint, state: Traini
     return request
 
 
-def find_model_entries(request: Request, state: TrainingState) -> list[int]:
+def find_model_entries(request: ReadRequest, state: TrainingState) -> list[int]:
     """Numbers of the model's entries that this rank has a place for, in the sorted keys of the checkpoint."""
     own = {f"model.{alias}" for name, _ in state.model() for alias in state.aliases(name)}
     return [number for number, key in enumerate(request.model_keys()) if key in own]
 
 
-def check_model_entries(request: Request, numbers: Iterable[Sequence[int]]) -> None:
+def check_model_entries(request: ReadRequest, numbers: Iterable[Sequence[int]]) -> None:
     """Raise ArgumentError if the checkpoint has an entry of the model that no rank has a place for.
 
     Args:
@@ -64,7 +64,7 @@ def check_model_entries(request: Request, numbers: Iterable[Sequence[int]]) -> N
         )
 
 
-def load(request: Request, state: TrainingState) -> dict[str, Any]:
+def load(request: ReadRequest, state: TrainingState) -> dict[str, Any]:
     """Read this rank's entries into its modules, optimizer, scheduler and loader. No rank communicates.
 
     Returns:
@@ -90,7 +90,7 @@ def load(request: Request, state: TrainingState) -> dict[str, Any]:
     return counters
 
 
-class Request:
+class ReadRequest:
     """The entries that one rank reads from a checkpoint.
 
     Attributes:
@@ -203,7 +203,7 @@ class Request:
             ) from error
 
 
-def _want_optimizer(request: Request, state: TrainingState) -> None:
+def _want_optimizer(request: ReadRequest, state: TrainingState) -> None:
     """Request the state and the settings of each parameter in the optimizer."""
     keys_of: dict[str, dict[str, str]] = {}  # {parameter name: {key of its state: key in the checkpoint}}
     prefix = "optimizer.state."
@@ -243,7 +243,7 @@ def _want_optimizer(request: Request, state: TrainingState) -> None:
 
 
 def _want_state(
-    request: Request, values: Sequence[dict[str, Any]], plain: PlainParameter, key: str, stored: str
+    request: ReadRequest, values: Sequence[dict[str, Any]], plain: PlainParameter, key: str, stored: str
 ) -> None:
     """Request one entry of a parameter's optimizer state. If it has the parameter's shape, it is sharded alike."""
     entry = request.checkpoint.tensors.get(stored)
@@ -262,6 +262,6 @@ def _set(values: dict[str, Any], key: str, tensor: torch.Tensor) -> None:
     values[key] = tensor
 
 
-def _set_from(values: dict[str, Any], key: str, request: Request, stored: str) -> None:
+def _set_from(values: dict[str, Any], key: str, request: ReadRequest, stored: str) -> None:
     value = request.values[stored]
     values[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from reshard.errors import ArgumentError
 
 from .digests import check_file
-from .index import Entry
+from .index import CheckpointEntry
 from .plain_parameters import JoinedTensor, find_pieces
 
 #: Entries that earlier versions pickled before torch did.
@@ -50,8 +50,8 @@ class PickledCheckpoint:
             known = self._metadata.state_dict_metadata.items()
         except Exception as error:  # pickle raises any kind
             raise ArgumentError(f"cannot read {file}: {type(error).__name__}: {error}") from error
-        self.tensors: Mapping[str, Entry] = {
-            key: Entry(item.properties.dtype, tuple(item.size))
+        self.tensors: Mapping[str, CheckpointEntry] = {
+            key: CheckpointEntry(item.properties.dtype, tuple(item.size))
             for key, item in known
             if isinstance(item, TensorStorageMetadata)
         }

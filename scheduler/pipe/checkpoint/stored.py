@@ -16,7 +16,7 @@ from reshard.formatting import compare_names, format_names
 
 from .digests import DIGESTS_FILE, check_file, digest_parts, explain_difference
 from .dtypes import CODES
-from .index import INDEX_FILE, Entry, Index, Shard, parse_index
+from .index import INDEX_FILE, CheckpointEntry, Index, Shard, parse_index
 from .plain_parameters import JoinedTensor, find_pieces
 from .values import decode, parse_json
 
@@ -63,7 +63,7 @@ class StoredCheckpoint:
         if set(digests) != self._index.files | {INDEX_FILE}:
             difference = compare_names(digests, self._index.files | {INDEX_FILE})
             raise ArgumentError(f"{folder / DIGESTS_FILE}, compared with {INDEX_FILE}, {difference}")
-        self.tensors: Mapping[str, Entry] = self._index.tensors
+        self.tensors: Mapping[str, CheckpointEntry] = self._index.tensors
         self.values: Collection[str] = self._index.values.keys()
         self._parsed: dict[str, dict[str, Any]] = {}
 

@@ -18,7 +18,7 @@ from reshard.errors import ArgumentError, DisagreementError
 
 from .digests import digest_parts, write_synced
 from .dtypes import CODES, DTYPES
-from .index import Entry, Index, Shard, check_shards
+from .index import CheckpointEntry, Index, Shard, check_shards
 from .plain_parameters import JoinedTensor, find_pieces
 from .values import encode, format_json
 
@@ -79,7 +79,7 @@ class WritePlan:
         values: ``{rank: [key, ...]}``.
     """
 
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, CheckpointEntry]
     pieces: Mapping[int, Sequence[tuple[str, Box]]]
     values: Mapping[int, Sequence[str]]
 
@@ -89,7 +89,9 @@ class WritePlan:
         for rank, item in written.items():
             for (key, (offsets, shape)), (file, start, stop, digest) in zip(self.pieces[rank], item, strict=True):
                 shards[key].append(Shard(file, offsets, shape, start, stop, digest))
-        tensors = {key: Entry(tensor.dtype, tensor.shape, tuple(shards[key])) for key, tensor in self.tensors.items()}
+        tensors = {
+            key: CheckpointEntry(tensor.dtype, tensor.shape, tuple(shards[key])) for key, tensor in self.tensors.items()
+        }
         return Index(tensors, {key: values_file(rank) for rank, keys in self.values.items() for key in keys})
 
 
@@ -105,14 +107,14 @@ def plan_writes(outlines: Mapping[int, Any]) -> WritePlan:
     for rank, outline in outlines.items():
         for key in outline["values"]:
             owners.setdefault(key, rank)
-    first: dict[str, tuple[int, Entry]] = {}
+    first: dict[str, tuple[int, CheckpointEntry]] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, outline in outlines.items():
         dropped = {name for key, names in outline["values"].items() if owners[key] != rank for name in names}
         for key, (code, shape, boxes) in outline["tensors"].items():
             if key in dropped:
                 continue
-            entry = Entry(DTYPES[code], tuple(shape))
+            entry = CheckpointEntry(DTYPES[code], tuple(shape))
             other, known = first.setdefault(key, (rank, entry))
             if known != entry:
                 raise DisagreementError(
@@ -133,13 +135,15 @@ def plan_writes(outlines: Mapping[int, Any]) -> WritePlan:
     return WritePlan(tensors, pieces, values)
 
 
-def _check_boxes(tensors: Mapping[str, Entry], holders: Mapping[tuple[str, Box], Sequence[int]]) -> None:
+def _check_boxes(tensors: Mapping[str, CheckpointEntry], holders: Mapping[tuple[str, Box], Sequence[int]]) -> None:
     boxes: dict[str, list[Box]] = {key: [] for key in tensors}
     for key, box in holders:
         boxes[key].append(box)
     for key, entry in tensors.items():
         try:
-            check_shards(key, Entry(entry.dtype, entry.shape, tuple(Shard("", *box, 0, 0, "") for box in boxes[key])))
+            check_shards(
+                key, CheckpointEntry(entry.dtype, entry.shape, tuple(Shard("", *box, 0, 0, "") for box in boxes[key]))
+            )
         except ValueError as error:
             raise DisagreementError(f"the ranks do not save a whole tensor: {error}") from error
 

@@ -21,7 +21,7 @@ Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Entry:
+class BatchEntry:
     """Dtype and shape of one tensor of a batch, or another value. The shape of a divided tensor omits the samples."""
 
     name: str
@@ -41,7 +41,7 @@ class BatchOutline:
     """Description of a batch without the values of its tensors: number of samples, and entries sorted by name."""
 
     num_samples: int
-    entries: tuple[Entry, ...]
+    entries: tuple[BatchEntry, ...]
 
     def __str__(self) -> str:
         return f"{count_of(self.num_samples, 'sample')} of {', '.join(map(str, self.entries))}"
@@ -69,7 +69,9 @@ class BatchOutline:
     def from_json(cls, data: Any) -> BatchOutline:
         """The inverse of :meth:`to_json`."""
         num_samples, entries = data
-        return cls(num_samples, tuple(Entry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in entries))
+        return cls(
+            num_samples, tuple(BatchEntry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in entries)
+        )
 
 
 def name_batch(batch: Any, names: Sequence[str]) -> Batch:
@@ -130,9 +132,9 @@ def outline_batch(batch: Batch) -> BatchOutline:
                     "first dim must be the samples, or 1"
                 )
             shape = tuple(value.shape[1:] if is_divided else value.shape)
-            entries.append(Entry(name, dtype_name(value.dtype), shape, is_divided))
+            entries.append(BatchEntry(name, dtype_name(value.dtype), shape, is_divided))
         elif value is None or isinstance(value, (bool, int, float, str)):
-            entries.append(Entry(name, value=value))
+            entries.append(BatchEntry(name, value=value))
         else:
             raise ArgumentError(
                 f"{name!r} of the batch is {type(value).__name__}; it must be a tensor, a number, a string or None"

@@ -233,8 +233,8 @@ class FakeModel:
         with torch_compat.keep_rng(self._device_type), self._mode, torch_compat.GroupedProducts(), autocast:
             yield
 
-    def _run(self, outline: BatchOutline, num_samples: int) -> _Run:
-        result = _Run({}, [])
+    def _run(self, outline: BatchOutline, num_samples: int) -> _StagesRun:
+        result = _StagesRun({}, [])
         with self._without_computing():
             batch = outline.empty(num_samples, self._device)
             latest: dict[str, tuple[Any, int]] = {}  # value and the stage that wrote it
@@ -266,7 +266,7 @@ class FakeModel:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _StagesRun:
     """One run of all stages.
 
     Attributes:

@@ -28,7 +28,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.embed = Embedding(config)
+        self.embed = GPTEmbedding(config)
         self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden)
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
@@ -60,7 +60,7 @@ class GPT(nn.Module):
             module.reset_parameters()
 
 
-class Embedding(nn.Module):
+class GPTEmbedding(nn.Module):
     """The sum of the embeddings of tokens and positions."""
 
     def __init__(self, config: GPTConfig) -> None:

@@ -65,7 +65,7 @@ def of_schedules():
         "overlap_transfers": (scheduler.overlap_transfers, {"schedule": schedule, "pipeline": pipeline}),
         "auto_schedule": (
             scheduler.auto_schedule,
-            built | {"memory_limit_bytes": 100, "pp_rank_of_stage": [0, 1, 2, 3], "can_split": True},
+            built | {"activation_limit_bytes": 100, "pp_rank_of_stage": [0, 1, 2, 3], "can_split": True},
         ),
         "eager_1f1b": (scheduler.eager_1f1b, built),
         "gpipe": (scheduler.gpipe, built),
@@ -79,13 +79,13 @@ def of_schedules():
         "looped_bfs": (scheduler.looped_bfs, looped),
         "find_lower_bound": (
             scheduler.find_lower_bound,
-            built | {"memory_limit_bytes": [100] * 4, "pp_rank_of_stage": [0, 1, 2, 3], "can_split": True},
+            built | {"activation_limit_bytes": [100] * 4, "pp_rank_of_stage": [0, 1, 2, 3], "can_split": True},
         ),
         "critical_path": (scheduler.critical_path, {"schedule": schedule, "pipeline": pipeline}),
         "simulate_schedule": (scheduler.simulate_schedule, {"schedule": schedule, "pipeline": pipeline}),
         "check_schedule": (
             scheduler.check_schedule,
-            {"schedule": schedule, "pipeline": pipeline, "memory_limit_bytes": 100},
+            {"schedule": schedule, "pipeline": pipeline, "activation_limit_bytes": 100},
         ),
         "to_chrome_trace": (scheduler.to_chrome_trace, {"timeline": timeline}),
         "to_html": (scheduler.to_html, {"schedule": schedule, "timeline": timeline}),
@@ -119,7 +119,7 @@ def of_schedules():
             lambda **options: alone.compile(**options).close(),
             {"example": example, "num_microbatches": 2, "schedule": scheduler.gpipe, "device": "cpu", "group": None}
             | {"profile": scheduler.StageProfile(2, profile.stages[:1]), "topology": Topology((0,))}
-            | {"memory_limit_bytes": 10**9, "compression": None, "timeout_seconds": 10.0},
+            | {"activation_limit_bytes": 10**9, "compression": None, "timeout_seconds": 10.0},
         ),
         "step": (
             engine.step,

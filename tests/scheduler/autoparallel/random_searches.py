@@ -17,7 +17,7 @@ from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProble
 from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods.pace import make_tables
-from reshard.topology import Host, Port, Topology
+from reshard.topology import Host, Link, Topology
 
 
 def make_graph(rng, num_layers, *, skips=True):
@@ -39,7 +39,7 @@ def make_graph(rng, num_layers, *, skips=True):
 
 
 def make_cluster(rng, sizes, memory_bytes):
-    hosts = tuple(Host((Port.of(rng.choice([2e8, 1e9, 5e9])),)) for _ in sizes)
+    hosts = tuple(Host((Link.of(rng.choice([2e8, 1e9, 5e9])),)) for _ in sizes)
     host_of_rank = tuple(host for host, size in enumerate(sizes) for _ in range(size))
     return Cluster(Topology(host_of_rank, hosts, inside_bytes_per_second=1e10), memory_bytes)
 

@@ -11,7 +11,7 @@ from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, device_subsets, search
 from reshard.scheduler.autoparallel.costs.problem import SearchProblem
-from reshard.scheduler.autoparallel.device_subsets import _Part, _search_parts, choose_part
+from reshard.scheduler.autoparallel.device_subsets import _ClusterPart, _search_parts, choose_part
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes
 from reshard.topology import CodecRate, Topology
 from tests.scheduler.autoparallel.random_searches import least_seconds, make_problem
@@ -48,7 +48,7 @@ def test_no_plan_on_a_part_of_the_cluster_is_faster_than_the_choice_or_below_the
 
 def test_the_part_with_the_fastest_quick_plan_is_searched_first_and_rules_out_others(monkeypatch):
     cluster = Cluster(Topology.uniform((0, 0, 1, 1, 2, 2), 1e6), 1e9)
-    whole = _Part((), SearchProblem(GRAPH, cluster, FAST, 8, microbatch_counts=(1, 2)))
+    whole = _ClusterPart((), SearchProblem(GRAPH, cluster, FAST, 8, microbatch_counts=(1, 2)))
     assert min(whole.problem.cluster.parts(), key=len) == (0,)
     limits, search_part = [], device_subsets._search_part
     monkeypatch.setattr(
@@ -203,7 +203,7 @@ def test_optional_codecs_that_no_engine_runs_exclude_no_part():
     raw = SearchProblem(GRAPH, Cluster(links, 1e9), FAST, 32, microbatch_counts=(1,))
     encoded = raw.changed(compression=Policy(dp="int8x128"))
     searched = [
-        {part.ranks for part in _search_parts(_Part((), problem), lambda done, step: None)}
+        {part.ranks for part in _search_parts(_ClusterPart((), problem), lambda done, step: None)}
         for problem in (raw, encoded)
     ]
     assert (1, 2) in searched[0] & searched[1]

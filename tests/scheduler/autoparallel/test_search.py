@@ -36,7 +36,7 @@ from reshard.scheduler.autoparallel.costs.grid_costs import _axis_costs
 from reshard.scheduler.autoparallel.costs.problem import Candidate
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
-from reshard.topology import CodecRate, Host, Port, Topology
+from reshard.topology import CodecRate, Host, Link, Topology
 
 HOSTS = Topology.uniform((0, 0, 1, 1), 1e9)
 
@@ -343,7 +343,7 @@ def test_a_memory_in_words_is_refused():
 
 def test_the_uplinks_of_pods_are_priced():
     def place(pods, uplink=1e8):
-        topology = Topology(range(4), [Host((Port.of(1e9),), pod) for pod in pods], pods=[Port.of(uplink)] * 2)
+        topology = Topology(range(4), [Host((Link.of(1e9),), pod) for pod in pods], pods=[Link.of(uplink)] * 2)
         return topology, StagePlace.of(Cluster(topology, 1e9), [PROFILE], 0, 4)
 
     assert place((0, 0, 0, 0))[1].ring_bytes_per_second == 1e9
@@ -417,7 +417,7 @@ def test_stages_sum_the_gradients_of_a_tied_head_and_one_stage_keeps_one_table(c
 
 def _hosts(*rates, devices=2):
     host_of_rank = tuple(host for host in range(len(rates)) for _ in range(devices))
-    return Topology(host_of_rank, tuple(Host((Port.of(rate),)) for rate in rates), inside_bytes_per_second=3e11)
+    return Topology(host_of_rank, tuple(Host((Link.of(rate),)) for rate in rates), inside_bytes_per_second=3e11)
 
 
 def test_devices_behind_slow_links_stay_idle_and_are_named():
@@ -450,8 +450,8 @@ def test_hosts_work_in_the_order_of_their_rates():
 def test_a_part_of_a_cluster_has_the_links_and_memory_of_its_ranks():
     topology = Topology(
         (0, 0, 1, 1, 2, 2),
-        (Host((Port.of(1e9), Port.of(2e9)), 0), Host((Port.of(3e9),), 1), Host((Port.of(4e9),), 1)),
-        pods=(Port.of(5e9), Port.of(6e9)),
+        (Host((Link.of(1e9), Link.of(2e9)), 0), Host((Link.of(3e9),), 1), Host((Link.of(4e9),), 1)),
+        pods=(Link.of(5e9), Link.of(6e9)),
     )
     part = Cluster(topology, (1e9, 2e9, 3e9, 4e9, 5e9, 6e9)).select((4, 5, 1))
     assert part.topology.host_of_rank == (0, 0, 1) and part.topology.nic_of_rank == (0, 0, 1)

@@ -11,7 +11,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import reshard.scheduler as rs
-from reshard.errors import ArgumentError, DisagreementError
+from reshard.errors import ArgumentError, DisagreementError, ScheduleError
+from reshard.scheduler.pipe.profile import StageProfile, StageTimes
 from reshard.testing import run_processes
 from tests.scheduler.pipe.test_parallel_stages import make_batch as make_mixer_batch, make_mixer
 from tests.scheduler.pipe.test_pipe import make_batch, make_chain
@@ -111,6 +112,14 @@ def use_wrongly(rank):
     )
     good = make_batch(0)
     tokens = good["tokens"]
+    profile = StageProfile(2, (StageTimes(1.0, 1.0, 1.0, 1.0, activation_bytes=10),) * 2)
+    fails(
+        ScheduleError,
+        r"pp rank 0 keeps 20 bytes of activations at once; at most 19 are allowed \(schedule '1f1b', stage 0\)",
+        lambda: rs.Pipe(make_chain(), ["layers.1"], stages="1x1,1x1").compile(
+            good, 4, schedule=rs.one_f_one_b, profile=profile, activation_limit_bytes=19
+        ),
+    )
     with rs.Pipe(make_chain(), ["layers.1"], stages="1x1,1x1").compile(good, 2) as engine:
         before = engine.evaluate(good).loss
         wrong = [
@@ -214,7 +223,7 @@ def step_on_few_rows(rank):
     torch.manual_seed(0)
     pipe = rs.Pipe(Flat(), ["second"], stages="1x1,2x1")
     shared = rs.Pipe(Flat(), ["second"], stages=[rs.Placement(dp=3), rs.Placement(dp=3, ranks=(0, 1, 2))])
-    message = r"the schedule '1f1b' has stages on pp ranks \[0, 1\], but by their ranks they are on samples \[0, 0\]"
+    message = r"the schedule '1f1b' has stages on pp ranks \[0, 1\], but by their ranks they are on \[0, 0\]"
     fails(ArgumentError, message, lambda: shared.compile(batches[8], 4, schedule=rs.one_f_one_b))
     message = "has 3 microbatches, but the step has 2"
     longer = lambda pipeline, num: rs.one_f_one_b(pipeline, num + 1)  # noqa: E731

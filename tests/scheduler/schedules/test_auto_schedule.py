@@ -7,7 +7,7 @@ import pytest
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, check_schedule
 from reshard.scheduler.ir.communication import add_transfers
-from reshard.scheduler.schedules.auto import Candidate, best, find_depths, join, link_seconds
+from reshard.scheduler.schedules.auto import SimulatedOrder, best, find_depths, join, link_seconds
 from reshard.scheduler.schedules.registry import known_orders
 
 
@@ -45,7 +45,7 @@ def test_link_time_is_the_sum_of_its_loads():
 
 def test_candidates_are_ranked_by_time_then_memory_then_actions():
     def found(seconds, peak, actions):
-        return Candidate([], None, seconds, peak, actions)
+        return SimulatedOrder([], None, seconds, peak, actions)
 
     one = found(10.0, 100, 50)
     assert best([]) is None and best([one]) is one
@@ -89,17 +89,17 @@ def test_known_schedules_that_fit_the_pp_ranks_are_candidates(pp_ranks, num, can
 def test_limits_of_pp_ranks_may_differ():
     """The first of two pp ranks has room for three microbatches, the second for one."""
     pipeline = Pipeline((Stage(1, 1, 1, 10), Stage(1, 1, 1, 10)), (Edge(0, 1, 2.0, 2.0),))
-    assert auto_schedule(pipeline, 6, memory_limit_bytes=[30, 10]).peak_bytes(pipeline) == (30, 10)
-    with pytest.raises(ArgumentError, match="memory_limit_bytes has 1 limits; each of 2 pp ranks needs one"):
-        auto_schedule(pipeline, 6, memory_limit_bytes=[30])
-    with pytest.raises(ArgumentError, match="memory_limit_bytes is -1"):
-        auto_schedule(pipeline, 6, memory_limit_bytes=[30, -1])
+    assert auto_schedule(pipeline, 6, activation_limit_bytes=[30, 10]).peak_bytes(pipeline) == (30, 10)
+    with pytest.raises(ArgumentError, match="activation_limit_bytes has 1 limits; each of 2 pp ranks needs one"):
+        auto_schedule(pipeline, 6, activation_limit_bytes=[30])
+    with pytest.raises(ArgumentError, match="activation_limit_bytes is -1"):
+        auto_schedule(pipeline, 6, activation_limit_bytes=[30, -1])
 
 
 def test_stages_of_a_row_share_its_memory_over_time():
     """A row keeps at most four microbatches of its two stages together, but up to four of the first one."""
     pipeline = Pipeline.of_costs([1.0] * 4, [2.0] * 4, [0.1] * 3)
-    schedule = auto_schedule(pipeline, 8, memory_limit_bytes=4, pp_rank_of_stage=[0, 1, 0, 1])
+    schedule = auto_schedule(pipeline, 8, activation_limit_bytes=4, pp_rank_of_stage=[0, 1, 0, 1])
     check_schedule(schedule, pipeline, 4)
     assert sum(schedule.in_flight[::2]) > 4
 
@@ -107,8 +107,8 @@ def test_stages_of_a_row_share_its_memory_over_time():
 def test_memory_limit_is_exact():
     pipeline = Pipeline((Stage(1, 1, 1, 10), Stage(1, 1, 1, 10)), (Edge(0, 1, 2.0, 2.0),))
     peaks = [
-        max(auto_schedule(pipeline, 6, memory_limit_bytes=limit).peak_bytes(pipeline)) for limit in (10, 19, 20, 60)
+        max(auto_schedule(pipeline, 6, activation_limit_bytes=limit).peak_bytes(pipeline)) for limit in (10, 19, 20, 60)
     ]
     assert peaks[:3] == [10, 10, 20] and 20 <= peaks[3] <= 60
     with pytest.raises(ScheduleError, match="keeps at most 9 bytes of activations; one microbatch takes 10"):
-        auto_schedule(pipeline, 6, memory_limit_bytes=9)
+        auto_schedule(pipeline, 6, activation_limit_bytes=9)

@@ -9,7 +9,7 @@ import pytest
 from reshard.scheduler import Pipeline, Stage, simulate_schedule
 from reshard.scheduler.ir.communication import add_transfers
 from reshard.scheduler.schedules.classic import eager_warmups
-from reshard.scheduler.schedules.list_scheduling import Policy
+from reshard.scheduler.schedules.list_scheduling import DispatchRule
 from reshard.scheduler.schedules.orders import OrderModel, order_of_warmups
 from reshard.scheduler.schedules.registry import known_orders
 from tests.campaigns.schedules import draw_case
@@ -21,7 +21,7 @@ def draw_policy(chance, case):
     num, count = len(case.pp_rank_of_stage), case.num_microbatches
     split = chance.random() < 0.8
     limits = [chance.randint(4, 12 * count) for _ in range(max(case.pp_rank_of_stage) + 1)]
-    return Policy(
+    return DispatchRule(
         tuple(chance.randint(1, count) for _ in range(num)),
         tuple(limits),
         tuple(split and chance.random() < 0.9 for _ in range(num)),

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from reshard.coordination.channel import find_channel
+from reshard.coordination.call_group import find_call_group
 from reshard.coordination.decide import resolve
-from reshard.coordination.groups.messages import Request
+from reshard.coordination.groups.messages import RoundRequest
 from reshard.coordination.groups.process_group import find_group
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler.graph import Edge, Pipeline, Stage
@@ -124,13 +124,13 @@ def test_measurements_of_ranks_are_merged_into_one_timeline():
 
 def _gather_on_separate_machines(rank):
     observe._boot_id = lambda: str(rank)
-    channel = find_channel(find_group(None), (0, 1))
-    channel.agree(Request(rank), lambda requests: resolve(requests, {}), 20)
+    call_group = find_call_group(find_group(None), (0, 1))
+    call_group.agree(RoundRequest(rank), lambda requests: resolve(requests, {}), 20)
     now = time.monotonic()
     time.sleep(0.5 * rank)
     own = StepRecord(rank)
     own.actions = [ActionRecord(Action(Kind.F, rank, 0), now, now, now)]
-    return [span.start for span in observe.gather_timeline(own, channel, 20).spans]
+    return [span.start for span in observe.gather_timeline(own, call_group, 20).spans]
 
 
 def test_clocks_of_machines_are_aligned_even_if_one_rank_is_late():

@@ -45,12 +45,12 @@ def ratios_to_optimum(seeds):
     ratios, proofs = [], []
     for seed in seeds:
         pipeline, num_microbatches, limit, can_split = make_case(seed)
-        schedule = auto_schedule(pipeline, num_microbatches, memory_limit_bytes=limit, can_split=can_split)
+        schedule = auto_schedule(pipeline, num_microbatches, activation_limit_bytes=limit, can_split=can_split)
         check_schedule(schedule, pipeline, limit)
         makespan = simulate_schedule(schedule, pipeline).makespan_seconds
         best, is_proved = min_makespan(pipeline, num_microbatches, limit, can_split, 20.0)
         assert makespan >= best * (1 - 1e-9) or not is_proved, seed
-        bound = find_lower_bound(pipeline, num_microbatches, memory_limit_bytes=limit, can_split=can_split)
+        bound = find_lower_bound(pipeline, num_microbatches, activation_limit_bytes=limit, can_split=can_split)
         assert bound.seconds <= best * (1 + 1e-9), seed
         ratios.append(makespan / best)
         proofs.append(is_proved)

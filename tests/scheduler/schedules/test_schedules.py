@@ -107,7 +107,7 @@ def test_more_memory_is_never_slower(seed):
     pipeline, rows = case.pipeline, case.pp_rank_of_stage
 
     def took(limit):
-        schedule = auto_schedule(pipeline, case.num_microbatches, memory_limit_bytes=limit, pp_rank_of_stage=rows)
+        schedule = auto_schedule(pipeline, case.num_microbatches, activation_limit_bytes=limit, pp_rank_of_stage=rows)
         assert limit is None or max(schedule.peak_bytes(pipeline)) <= limit
         return simulate_schedule(schedule, pipeline).makespan_seconds, max(schedule.peak_bytes(pipeline))
 
@@ -166,7 +166,7 @@ def test_all_schedules_are_valid_and_auto_schedule_is_never_slower(pipeline, num
         check_schedule(schedule, pipeline)
         assert parse_schedule(format_schedule(schedule)) == schedule
     limit = max(data.draw(st.sampled_from(schedules)).peak_bytes(pipeline))
-    ours = auto_schedule(pipeline, num, memory_limit_bytes=limit)
+    ours = auto_schedule(pipeline, num, activation_limit_bytes=limit)
     check_schedule(ours, pipeline, limit)
     fit = [schedule for schedule in schedules if max(schedule.peak_bytes(pipeline)) <= limit]
     took = simulate_schedule(ours, pipeline).makespan_seconds
@@ -211,31 +211,33 @@ def test_transfers_share_a_link_equally():
 def test_memory_limit_excludes_eager_1f1b():
     pipeline = chain(2.5, 2.5, 2.5)
     limit = 5
-    ours = auto_schedule(pipeline, 16, memory_limit_bytes=limit)
+    ours = auto_schedule(pipeline, 16, activation_limit_bytes=limit)
     check_schedule(ours, pipeline, limit)
     with pytest.raises(ScheduleError, match=r"pp rank 0 keeps 7 bytes of activations at once; at most 5 are allowed"):
         check_schedule(eager_1f1b(pipeline, 16), pipeline, limit)
     took = simulate_schedule(ours, pipeline).makespan_seconds
     assert took < simulate_schedule(zb_h1(pipeline, 16), pipeline).makespan_seconds
     with pytest.raises(ScheduleError, match="keeps at most 0 bytes of activations; one microbatch takes 1"):
-        auto_schedule(pipeline, 4, memory_limit_bytes=0)
+        auto_schedule(pipeline, 4, activation_limit_bytes=0)
 
 
 @pytest.mark.parametrize("limit", [-1, -0.5, -math.inf, math.nan])
 def test_negative_memory_limits_are_refused(limit):
     pipeline = chain(1.0)
     for use in (
-        lambda: auto_schedule(pipeline, 2, memory_limit_bytes=limit),
+        lambda: auto_schedule(pipeline, 2, activation_limit_bytes=limit),
         lambda: check_schedule(gpipe(pipeline, 2), pipeline, limit),
     ):
-        with pytest.raises(ArgumentError, match=f"memory_limit_bytes is {limit}; it must be a number of at least 0"):
+        with pytest.raises(
+            ArgumentError, match=f"activation_limit_bytes is {limit}; it must be a number of at least 0"
+        ):
             use()
 
 
 def test_memory_limits_may_be_infinite_or_fractions():
     pipeline = chain(1.0)
     for limit in (math.inf, 2.5):
-        check_schedule(auto_schedule(pipeline, 2, memory_limit_bytes=limit), pipeline, limit)
+        check_schedule(auto_schedule(pipeline, 2, activation_limit_bytes=limit), pipeline, limit)
 
 
 def test_auto_schedule_is_not_slower_than_interleaved_1f1b():
@@ -244,7 +246,7 @@ def test_auto_schedule_is_not_slower_than_interleaved_1f1b():
     check_schedule(known, pipeline)
     assert known.pp_rank_of_stage == (0, 1, 0, 1)
     limit = max(known.peak_bytes(pipeline))
-    ours = auto_schedule(pipeline, 8, pp_rank_of_stage=(0, 1, 0, 1), memory_limit_bytes=limit)
+    ours = auto_schedule(pipeline, 8, pp_rank_of_stage=(0, 1, 0, 1), activation_limit_bytes=limit)
     check_schedule(ours, pipeline, limit)
     assert simulate_schedule(ours, pipeline).makespan_seconds <= simulate_schedule(known, pipeline).makespan_seconds
     with pytest.raises(ArgumentError, match="3 pp ranks must divide 4 stages"):
@@ -344,9 +346,9 @@ def test_receives_follow_the_order_of_sends():
         lambda p: Action("F", 0, 0),
         lambda p: Action(Kind.F, 0, 0).channel,
         lambda p: auto_schedule(p, 2, can_split="no"),
-        lambda p: auto_schedule(p, 2, memory_limit_bytes="10"),
-        lambda p: auto_schedule(p, 2, memory_limit_bytes=True),
-        lambda p: auto_schedule(p, 2, memory_limit_bytes=float("nan")),
+        lambda p: auto_schedule(p, 2, activation_limit_bytes="10"),
+        lambda p: auto_schedule(p, 2, activation_limit_bytes=True),
+        lambda p: auto_schedule(p, 2, activation_limit_bytes=float("nan")),
         lambda p: gpipe(p, 2).peak_bytes(None),
         lambda p: gpipe(p, 2).peak_bytes("p"),
     ],

@@ -75,12 +75,12 @@ def test_a_page_of_a_schedule_shows_memory_beside_its_limit():
     pipeline = _pipeline(4)
     schedule = one_f_one_b(pipeline, 8)
     timeline = simulate_schedule(schedule, pipeline)
-    page = to_html(schedule, timeline, pipeline, memory_limit_bytes=[8, 8, 8, 0.5])
+    page = to_html(schedule, timeline, pipeline, activation_limit_bytes=[8, 8, 8, 0.5])
     assert "The fullest is pp rank 3: 1 bytes of 0.5 bytes." in page
     assert page.count("title='peak ") == 4 and page.count("border-color: var(--hot)") == 1
     assert "waits for a transfer" in page
-    with pytest.raises(ArgumentError, match="memory_limit_bytes needs pipeline"):
-        to_html(schedule, timeline, memory_limit_bytes=8)
+    with pytest.raises(ArgumentError, match="activation_limit_bytes needs pipeline"):
+        to_html(schedule, timeline, activation_limit_bytes=8)
     page = to_html(replace(schedule, name="<b>x</b>"), timeline)
     assert "<b>x</b>" not in page and "&lt;b&gt;x&lt;/b&gt;" in page
 
@@ -115,7 +115,7 @@ def test_browsers_show_them_at_every_width(tmp_path):
     schedule = one_f_one_b(pipeline, 64)
     found = _found()
     pages = {
-        "schedule": to_html(schedule, simulate_schedule(schedule, pipeline), pipeline, memory_limit_bytes=20),
+        "schedule": to_html(schedule, simulate_schedule(schedule, pipeline), pipeline, activation_limit_bytes=20),
         "search": found.to_html(),
         "notebook": draw_page("notebook", found._repr_html_() + schedule._repr_html_()),
         "layout": draw_page("layout", Layout(Mesh.of("8x8"), "S1 S0")._repr_html_()),

@@ -9,7 +9,7 @@ import torch
 
 from reshard.scheduler.training.loop import (
     MAX_NORM,
-    Job,
+    TrainingJob,
     make_loaders,
     make_optimizer,
     make_pipe,
@@ -67,7 +67,7 @@ def train_staged(job):
     ],
 )
 def test_training_equals_one_process(preset, stages, schedule, steps):
-    job = Job("test", preset, steps, stages, schedule=schedule, warmup=2)
+    job = TrainingJob("test", preset, steps, stages, schedule=schedule, warmup=2)
     losses, held_out = train_alone(job)
     result = train_staged(job)
     assert result.skipped == ()
@@ -81,7 +81,7 @@ def test_training_equals_one_process(preset, stages, schedule, steps):
 )
 @pytest.mark.slow
 def test_resumed_training_equals_uninterrupted_training(preset, stages, tmp_path):
-    job = Job("test", preset, 6, stages, warmup=2, checkpoint=str(tmp_path), save_every=3)
+    job = TrainingJob("test", preset, 6, stages, warmup=2, checkpoint=str(tmp_path), save_every=3)
     whole = train_staged(replace(job, checkpoint=None))
     newest = tmp_path / "step-00000006"
     assert train_staged(job) == whole
@@ -98,7 +98,7 @@ def test_resumed_training_equals_uninterrupted_training(preset, stages, tmp_path
 
 @pytest.mark.nightly
 def test_half_precision_stays_finite():
-    job = Job("test", replace(GPT, autocast="float16"), 5, "1x1,1x1", warmup=2)
+    job = TrainingJob("test", replace(GPT, autocast="float16"), 5, "1x1,1x1", warmup=2)
     result = train_staged(job)
     assert result.skipped == ()
     losses, _ = train_alone(replace(job, preset=GPT))
@@ -145,7 +145,7 @@ def test_every_recipe_takes_200_finite_steps(name):
     preset = PRESETS[name].shrunk(DIVISORS[name], 2)
     assert preset.autocast == PRESETS[name].autocast == ("float16" if "gpt" in name else "")
     preset = replace(preset, num_microbatches=4, num_samples=16)
-    result = train_staged(Job(name, preset, 200, "1x1,1x1", warmup=20))
+    result = train_staged(TrainingJob(name, preset, 200, "1x1,1x1", warmup=20))
     assert len(result.losses) == 200
     assert result.skipped == ()
     assert result.held_out < 0.8 * result.losses[0]

@@ -10,13 +10,13 @@ import pytest
 
 from microbench.strategies.by_hand import GPT, make_by_hand, parse_stages
 from reshard.scheduler.autoparallel import Cluster
-from reshard.scheduler.training.loop import Job
+from reshard.scheduler.training.loop import TrainingJob
 from reshard.scheduler.training.memory import count_peak_bytes, predicted_bytes
 from reshard.scheduler.training.plan_search import SearchOptions, make_job_problem
 from reshard.testing import run_processes
 from reshard.topology import Topology
 
-JOB = Job("memory", GPT, 2, "")
+JOB = TrainingJob("memory", GPT, 2, "")
 
 
 @pytest.fixture(scope="module")

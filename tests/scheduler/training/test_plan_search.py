@@ -10,7 +10,7 @@ import pytest
 from reshard.cli.main import main
 from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, search
 from reshard.scheduler.training import plan_search
-from reshard.scheduler.training.loop import Job, train
+from reshard.scheduler.training.loop import TrainingJob, train
 from reshard.scheduler.training.plan_search import SearchOptions, find_training_plan, tune_training_plan
 from reshard.testing import LaunchError, run_processes
 from reshard.topology import Topology
@@ -29,7 +29,7 @@ from tests.scheduler.training.test_loop import GPT, U_TRANSFORMER, train_alone
     ids=["gpt", "u-transformer", "tensor parallel", "autocast"],
 )
 def test_a_training_plan_that_was_found_trains_as_one_process(preset, devices, keep):
-    job = Job("test", preset, 3, "", warmup=2)
+    job = TrainingJob("test", preset, 3, "", warmup=2)
     training_plan = find_training_plan(job, SearchOptions(devices, None, "100MB", keep))
     assert training_plan.num_ranks == devices
     assert not training_plan.is_guess
@@ -102,7 +102,7 @@ def test_a_search_uses_codecs_where_links_are_slow(tmp_path):
     hosts = [{"devices": 1, "nics": ["1 Mbit/s"]}] * 2
     (tmp_path / "hosts.json").write_text(json.dumps({"hosts": hosts}))
     options = SearchOptions(None, str(tmp_path / "hosts.json"), "100MB", compression="dp=int8x128,pp=int8x128")
-    job = Job("test", replace(GPT, config=replace(GPT.config, head_size=32)), 3, "", warmup=2)
+    job = TrainingJob("test", replace(GPT, config=replace(GPT.config, head_size=32)), 3, "", warmup=2)
     training_plan = find_training_plan(job, options)
     assert training_plan.compression is not None
     losses = run_processes(train, 2, replace(job, training_plan=training_plan), False, timeout_seconds=300)[0].losses
@@ -112,7 +112,7 @@ def test_a_search_uses_codecs_where_links_are_slow(tmp_path):
 
 @pytest.mark.slow
 def test_the_loop_of_search_and_measurement_trains_as_one_process():
-    job = Job("test", GPT, 3, "", warmup=2)
+    job = TrainingJob("test", GPT, 3, "", warmup=2)
     options = SearchOptions(2, None, "100MB", (("num_microbatches", 4),), measures=True)
     found = run_processes(tune_training_plan, 2, job, options, timeout_seconds=300)
     assert found[0].training_plan == found[1]
@@ -129,7 +129,7 @@ def test_the_loop_of_search_and_measurement_trains_as_one_process():
 
 @pytest.mark.slow
 def test_an_error_of_the_search_reaches_all_ranks():
-    job = Job("test", GPT, 3, "")
+    job = TrainingJob("test", GPT, 3, "")
     with pytest.raises(LaunchError) as raised:
         run_processes(
             tune_training_plan, 2, job, SearchOptions(2, None, "100MB", (("num_microbatches", 3),), measures=True)
@@ -140,7 +140,7 @@ def test_an_error_of_the_search_reaches_all_ranks():
 
 
 def test_any_failure_of_the_search_on_rank_0_ends_all_ranks(monkeypatch):
-    job = Job("test", GPT, 3, "")
+    job = TrainingJob("test", GPT, 3, "")
     with pytest.raises(LaunchError) as raised:
         run_processes(
             tune_training_plan, 2, job, SearchOptions(2, "none.json", "100MB", measures=True), grace_seconds=20

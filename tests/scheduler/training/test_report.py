@@ -11,7 +11,7 @@ import pytest
 from reshard.errors import ArgumentError
 from reshard.scheduler import Pipeline, one_f_one_b, simulate_schedule
 from reshard.scheduler.training import report as report_module
-from reshard.scheduler.training.report import Report, check_report, read_losses
+from reshard.scheduler.training.report import RunFolder, check_report, read_losses
 
 PIPELINE = Pipeline.of_costs([1.0, 2.0], [2.0, 3.0], [0.5])
 SCHEDULE = one_f_one_b(PIPELINE, 4)
@@ -31,18 +31,18 @@ def finish(report, is_measured=True):
 
 def kill_and_continue(folder):
     """Write 9 steps and half a line, with the last checkpoint after step 6; then continue to step 12."""
-    with Report(folder, 0) as report:
+    with RunFolder(folder, 0) as report:
         write_steps(report, 1, 9)
     with (folder / "losses.csv").open("a") as file:
         file.write("1")
-    report = Report(folder, 6)
+    report = RunFolder(folder, 6)
     write_steps(report, 7, 12)
     return report
 
 
 def test_a_killed_run_leaves_the_losses_of_a_whole_one_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    whole, killed = Report(tmp_path / "whole", 0), kill_and_continue(tmp_path / "killed")
+    whole, killed = RunFolder(tmp_path / "whole", 0), kill_and_continue(tmp_path / "killed")
     write_steps(whole, 1, 12)
     assert "losses.csv, trace.json; no pictures, which need matplotlib: pip install 'reshard[train]'" in finish(whole)
     assert finish(killed, is_measured=False).endswith("killed: losses.csv; no pictures, which need matplotlib: "
@@ -56,14 +56,14 @@ def test_a_killed_run_leaves_the_losses_of_a_whole_one_without_matplotlib(tmp_pa
 def test_a_file_that_is_no_report_is_refused(tmp_path):
     (tmp_path / "losses.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ArgumentError, match=r"losses.csv has the columns a, b, not step, loss, held_out: move it away"):
-        Report(tmp_path, 3)
+        RunFolder(tmp_path, 3)
     with pytest.raises(ArgumentError, match="cannot write the report"):
-        Report(tmp_path / "losses.csv", 0)
+        RunFolder(tmp_path / "losses.csv", 0)
 
 
 def test_a_full_disk_ends_no_run_and_the_file_is_whole_when_there_is_room_again(tmp_path):
     warnings = []
-    report = Report(tmp_path, 0, warnings.append)
+    report = RunFolder(tmp_path, 0, warnings.append)
     write_steps(report, 1, 4)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60, limits[1]))
@@ -86,14 +86,14 @@ def test_the_end_of_a_run_outlives_a_folder_that_is_gone_and_a_picture_that_fail
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(report_module, "draw_losses", fail)
     monkeypatch.setattr(report_module, "draw_schedules", fail)
-    with Report(tmp_path / "gone", 0) as report:
+    with RunFolder(tmp_path / "gone", 0) as report:
         write_steps(report, 1, 3)
         shutil.rmtree(tmp_path / "gone")
         write_steps(report, 4, 4)
         text = finish(report)
     assert "gone: losses.csv, trace.json; warning: no new losses.png: RuntimeError: Image size of 1200x90000" in text
     assert len(read_losses(tmp_path / "gone").training) == 4
-    with Report(tmp_path / "file", 0) as report:
+    with RunFolder(tmp_path / "file", 0) as report:
         write_steps(report, 1, 3)
         shutil.rmtree(tmp_path / "file")
         (tmp_path / "file").touch()
@@ -101,14 +101,14 @@ def test_the_end_of_a_run_outlives_a_folder_that_is_gone_and_a_picture_that_fail
 
 
 def test_a_folder_belongs_to_one_run_at_a_time_and_keeps_the_losses_of_the_run_before(tmp_path):
-    with Report(tmp_path, 0) as report:
+    with RunFolder(tmp_path, 0) as report:
         write_steps(report, 1, 2)
-        for make in (lambda: Report(tmp_path, 0), lambda: check_report(tmp_path)):
+        for make in (lambda: RunFolder(tmp_path, 0), lambda: check_report(tmp_path)):
             with pytest.raises(ArgumentError, match="another run writes its report to"):
                 make()
     kept = (tmp_path / "losses.csv").read_bytes()
     check_report(tmp_path)
-    Report(tmp_path, 0).close()
+    RunFolder(tmp_path, 0).close()
     assert (tmp_path / "losses.previous.csv").read_bytes() == kept
 
 
@@ -116,13 +116,13 @@ def test_a_folder_belongs_to_one_run_at_a_time_and_keeps_the_losses_of_the_run_b
 def test_a_damaged_line_is_named(tmp_path, line):
     (tmp_path / "losses.csv").write_text(f"step,loss,held_out\n1,2.0,\n{line}\n")
     with pytest.raises(ArgumentError, match=r"line 3 of .*losses.csv is '.*', not a step and its losses: move the"):
-        Report(tmp_path, 3)
+        RunFolder(tmp_path, 3)
 
 
 @pytest.mark.integration
 def test_a_killed_run_draws_the_pictures_of_a_whole_one(tmp_path):
     pytest.importorskip("matplotlib")
-    whole, killed = Report(tmp_path / "whole", 0), kill_and_continue(tmp_path / "killed")
+    whole, killed = RunFolder(tmp_path / "whole", 0), kill_and_continue(tmp_path / "killed")
     write_steps(whole, 1, 12)
     for report in (whole, killed):
         assert finish(report).endswith("losses.csv, trace.json, losses.png, schedule.png")

@@ -1,4 +1,4 @@
-"""Channels: what the ranks of one call share, which is agreement rounds, error reports, and transports.
+"""Call groups: what the ranks of one call share, which is agreement rounds, error reports, and transports.
 
 Only the ranks of the call take part. They agree in rounds (see :mod:`reshard.coordination.rendezvous`). The first
 error of a transfer is published in the store, under ``u/<members>/error/<generation>``.
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.coordination.groups.messages import Decision, Request, describe_error, name_rank, parse_error
+from reshard.coordination.groups.messages import Decision, RoundRequest, describe_error, name_rank, parse_error
 from reshard.coordination.groups.process_group import Group, check_inside
 from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
 from reshard.coordination.liveness.call_sequence import in_round, record_skipped
@@ -45,14 +45,14 @@ from reshard.runtime.transport.connections import Connections, GlooTransport
 #: Timeout for publishing an error.
 REPORT_SECONDS = 1.0
 #: Grace period after a broken connection for another rank to report the root cause.
-ROOT_CAUSE_SECONDS = 0.6
+GLOO_ROOT_CAUSE_GRACE_SECONDS = 0.6
 #: Grace period of a rank whose connections over NCCL broke. It cannot say which rank is gone.
-NCCL_ROOT_CAUSE_SECONDS = 2.0
-#: Maximum number of cached plans per channel.
+NCCL_ROOT_CAUSE_GRACE_SECONDS = 2.0
+#: Maximum number of cached plans per call group.
 MAX_CACHED = 32
 
 
-class Channel:
+class CallGroup:
     """The ranks of one call, ascending; one per group and set of ranks."""
 
     def __init__(self, group: Group, members: tuple[int, ...]) -> None:
@@ -74,7 +74,7 @@ class Channel:
 
     @property
     def group(self) -> Group:
-        """The group of these ranks. The channel holds only a weak reference, so that the group can be collected."""
+        """The group of these ranks. The call group holds only a weak reference, so that the group can be collected."""
         group = self._group()
         if group is None:
             raise ArgumentError("the group of this transfer was garbage-collected: keep a reference to it")
@@ -82,8 +82,8 @@ class Channel:
 
     def agree(
         self,
-        request: Request,
-        decide: Callable[[list[Request]], Decision],
+        request: RoundRequest,
+        decide: Callable[[list[RoundRequest]], Decision],
         timeout_seconds: float,
         fault_tolerant: bool = False,
     ) -> tuple[int, Decision]:
@@ -116,7 +116,7 @@ class Channel:
             self._connections[1].begin_close()
 
     def close(self) -> None:
-        """Say goodbye to the other ranks and close all connections; the channel cannot be used afterwards."""
+        """Say goodbye to the other ranks and close all connections; the call group cannot be used afterwards."""
         self.rendezvous.links.close()
         if self._connections is not None:
             self._connections[1].close()
@@ -213,7 +213,7 @@ class Channel:
         losers = {loser}
         with contextlib.suppress(RuntimeError):  # the store may be lost
             self._store.set(f"broken/{generation}/{loser}", str(lost))
-        if wait(ROOT_CAUSE_SECONDS):
+        if wait(GLOO_ROOT_CAUSE_GRACE_SECONDS):
             return error
         with contextlib.suppress(RuntimeError):
             while lost not in losers and self._store.check([f"broken/{generation}/{lost}"]):
@@ -284,12 +284,14 @@ class Channel:
 def _root_cause_seconds(error: Exception) -> float:
     """How long another rank may take to report why it closed its connections, after this error while ranks connect."""
     if isinstance(error, NcclError):
-        return NCCL_ROOT_CAUSE_SECONDS
-    return ROOT_CAUSE_SECONDS if "gloo/transport/" in str(error) else 0.0  # the file of Gloo that raised the error
+        return NCCL_ROOT_CAUSE_GRACE_SECONDS
+    return (
+        GLOO_ROOT_CAUSE_GRACE_SECONDS if "gloo/transport/" in str(error) else 0.0
+    )  # the file of Gloo that raised the error
 
 
-def find_channel(group: Group, members: tuple[int, ...]) -> Channel:
-    """The channel of these ranks, ascending; created on first use.
+def find_call_group(group: Group, members: tuple[int, ...]) -> CallGroup:
+    """The call group of these ranks, ascending; created on first use.
 
     Raises:
         ArgumentError: a rank is outside the group, or this rank is not a member.
@@ -302,6 +304,6 @@ def find_channel(group: Group, members: tuple[int, ...]) -> Channel:
             f"rank {group.rank} calls but is in neither layout; only ranks {format_ranks(members)} take part"
         )
     with group.lock:
-        if members not in group.channels:
-            group.channels[members] = Channel(group, members)
-        return group.channels[members]
+        if members not in group.call_groups:
+            group.call_groups[members] = CallGroup(group, members)
+        return group.call_groups[members]
