@@ -45,7 +45,7 @@ CASES = {
         "planner.strategy_search",
         "methods of the strategy search on random clusters, and their speed",
     ),
-    "native": ("kernels.native", "native code beside its Python references"),
+    "native": ("kernels.native", "native code beside its reference implementations"),
     "codecs": ("kernels.codecs", "rates of the codecs on one core"),
     "memory": ("strategies.memory", "predicted and counted bytes of training strategies"),
     "variants": ("strategies.variants", "the choice of the search beside six training plans of a U-Net"),

@@ -1,4 +1,4 @@
-"""How long the links of each class are busy in a plan: inside hosts, NICs in rails, and uplinks of pods."""
+"""Busy times of the links of each class in a plan: inside hosts, NICs in rails, and uplinks of pods."""
 
 from __future__ import annotations
 

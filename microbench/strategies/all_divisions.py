@@ -81,7 +81,7 @@ def describe(training_plan: TrainingPlan) -> str:
 
 
 def run_case(model: Model, kind: str) -> tuple[float, float]:
-    """How much slower the choice is than the fastest division, and how many times as fast as Alpa's."""
+    """The slowdown of the choice relative to the fastest division, and its speedup over Alpa's."""
     shaped = topology_from_json(CLUSTERS[kind])
     plain, graph = nominal(shaped), model.graph()
     devices = Cluster(plain, 1e9)
