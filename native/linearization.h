@@ -12,7 +12,7 @@
 //     STAGED_AFTER-th further receive.
 // The constraints may form a cycle. Then the next message is the one that ends first among those whose `after` is done.
 //
-// Python reference: tests/reference/linearization.py.
+// Reference implementation: tests/reference/linearization.py.
 
 #pragma once
 

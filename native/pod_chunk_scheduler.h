@@ -7,7 +7,7 @@
 // grows. A chunk enters a pod over its uplink once. Uplinks with time to spare may also bring chunks that the pod
 // already has (help_pods).
 //
-// Python reference: tests/reference/pod_chunk_scheduler.py.
+// Reference implementation: tests/reference/pod_chunk_scheduler.py.
 
 #pragma once
 

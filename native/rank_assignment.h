@@ -9,7 +9,7 @@
 // A rank stages at most MAX_STAGED pieces for others. Beyond that it drops the oldest one. If the piece is needed
 // later, the rank receives it again.
 //
-// Python reference: tests/reference/rank_assignment.py.
+// Reference implementation: tests/reference/rank_assignment.py.
 
 #pragma once
 

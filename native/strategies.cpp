@@ -1,5 +1,6 @@
 // Loops of strategies over regions: the choice of senders by load, broadcast trees, and the greedy order of broadcasts.
-// Python references: pick_sender() in planner/strategies/sender_selection.py; trees.py and greedy.py in tests/reference.
+// Reference implementations: pick_sender() in planner/strategies/sender_selection.py, and trees.py and greedy.py in
+// tests/reference.
 //
 // The greedy order of the 2023 cross-mesh resharding study: rounds of tasks that share no port. A class is a group of
 // tasks with the same choice of options (here "ways"). An option has a sending host (home) and a set of ports. Each

@@ -1,4 +1,4 @@
-// best_stages: the recurrence by pace of reshard.scheduler.autoparallel, for one pace. Python reference:
+// best_stages: the recurrence by pace of reshard.scheduler.autoparallel, for one pace. Reference implementation:
 // tests/reference/pace.py, with the same floating point operations in the same order.
 //
 // A state is (first layer, devices left, class of the first stage) of a suffix of the model, and the end of its first

@@ -1,5 +1,5 @@
-// List scheduling: runs a pipeline forward in time, and lets each idle row start its most urgent computation. Python
-// twin: tests/reference/list_scheduling.py.
+// List scheduling: runs a pipeline forward in time, and lets each idle row start its most urgent computation.
+// Reference implementation: tests/reference/list_scheduling.py.
 
 #pragma once
 
