@@ -87,7 +87,7 @@ def _version(package: str) -> str | None:
 
 
 def why_torch_fails() -> str | None:
-    """Why torch cannot be imported; None if it can."""
+    """The reason why torch cannot be imported; None if it can."""
     try:
         import torch  # noqa: F401
     except Exception as error:  # for example, the dynamic linker does not find a library

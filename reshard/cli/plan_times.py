@@ -73,9 +73,9 @@ def write_progress(boxes: Boxes, traffic: Traffic, progress: np.ndarray, seconds
 
 
 def draw_times(boxes: Boxes, traffic: Traffic, timeline: Timeline, progress: np.ndarray, bound_seconds: float) -> str:
-    """What the lanes show, and one lane for what each box sends and one for what it receives.
+    """A chart of times as HTML: a heading, and two lanes for each box, one for its sends and one for its receives.
 
-    Lanes of few hosts show their messages; otherwise how much of the rate of its NICs a box uses.
+    With few hosts, a lane shows messages. With many, it shows the used fraction of the rate of the box's NICs.
     """
     end = max(timeline.makespan_seconds, bound_seconds) or 1.0
     lanes: list[tuple[int, int]] = []
