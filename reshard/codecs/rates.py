@@ -1,4 +1,4 @@
-"""How fast this process encodes and decodes."""
+"""Measured rates of encoding and decoding in this process."""
 
 from __future__ import annotations
 
