@@ -142,7 +142,7 @@ class GradientSum:
         self.sum(gradients)
 
     def sum(self, gradients: Mapping[str, torch.Tensor], known_error: ArgumentError | None = None) -> None:
-        """As a call; ``known_error`` is what this rank already knows to be wrong, and is raised on all ranks."""
+        """Sum as a call does. ``known_error`` is an error that this rank has found before; all ranks raise it."""
         failure, given, is_mapping = None, [], isinstance(gradients, Mapping)
         try:
             if known_error is not None:
