@@ -1,4 +1,4 @@
-"""Channels: what the ranks of one call share, which is agreement rounds, error reports, and transports.
+"""Channels: the agreement rounds, error reports and transports that the ranks of one call share.
 
 Only the ranks of the call take part. They agree in rounds (see :mod:`reshard.coordination.rendezvous`). The first
 error of a transfer is published in the store, under ``u/<members>/error/<generation>``.
@@ -46,7 +46,8 @@ from reshard.runtime.transport.connections import Connections, GlooTransport
 REPORT_SECONDS = 1.0
 #: Grace period after a broken connection for another rank to report the root cause.
 ROOT_CAUSE_SECONDS = 0.6
-#: Grace period of a rank whose connections over NCCL broke. It cannot say which rank is gone.
+#: Grace period after a broken NCCL communicator for another rank to report the root cause. NCCL does not name the rank
+#: that is gone.
 NCCL_ROOT_CAUSE_SECONDS = 2.0
 #: Maximum number of cached plans per channel.
 MAX_CACHED = 32
@@ -237,7 +238,7 @@ class Channel:
         return self.record_error(generation, self._parse_error(key, self._store.get(key)))
 
     def explain_timeout(self, number: int) -> str:
-        """Which members have not started the transfer on a GPU that is the ``number``-th of this rank, as text."""
+        """The members, as text, that have not started the transfer on a GPU with this ``number`` on this rank."""
         others = [rank for rank in self.members if rank != self.group.rank]
         try:
             late = find_late(self.group.store, others, self.key, number)
@@ -282,7 +283,7 @@ class Channel:
 
 
 def _root_cause_seconds(error: Exception) -> float:
-    """How long another rank may take to report why it closed its connections, after this error while ranks connect."""
+    """The time that another rank gets to report why it closed its connections, after this error while ranks connect."""
     if isinstance(error, NcclError):
         return NCCL_ROOT_CAUSE_SECONDS
     return ROOT_CAUSE_SECONDS if "gloo/transport/" in str(error) else 0.0  # the file of Gloo that raised the error

@@ -52,7 +52,7 @@ def describe_caller(alternates: bool) -> Caller:
 
 
 def find_thread_mismatch(callers: dict[int, Caller]) -> str | None:
-    """Why the calls of these ranks may come from unrelated threads; None if nothing indicates that.
+    """The reason why the calls of these ranks may come from unrelated threads; None if nothing indicates that.
 
     Related threads have the same name on all ranks. A rank's main thread may also match another thread of another rank.
     That exception does not hold if each rank also has a live thread with the other's name, or if threads of either rank

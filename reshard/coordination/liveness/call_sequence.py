@@ -208,7 +208,7 @@ def find_lagging(requests: Sequence[Request], members: Sequence[int]) -> Decisio
 
 
 def describe_unknown_members(rank: int, text: str) -> str:
-    """Why ranks are out of sync: a call failed on ``rank``, which takes part in calls with several sets of ranks."""
+    """The reason why ranks are out of sync: a call failed on ``rank``, which calls with several sets of ranks."""
     return f"rank {rank} failed a call whose members are unknown ({text})"
 
 
@@ -272,7 +272,7 @@ def _describe_skipped(rank: int, members: Sequence[int], other: int, ranks: Sequ
 
 
 def _count_calls(group: Group, ranks: Sequence[int]) -> int:
-    """How many calls of ``ranks`` this rank has made, or counted as handled."""
+    """The number of calls of ``ranks`` that this rank has made, or counted as handled."""
     channel = group.channels.get(tuple(ranks))
     return (channel.rendezvous.rounds if channel else 0) + group.acknowledged.get(_hash_ranks(ranks), 0)
 

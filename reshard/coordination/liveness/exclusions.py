@@ -1,4 +1,4 @@
-"""Which ranks of a group survive. The ranks decide this in the store, so that all know the same lost ranks.
+"""Exclusion of lost ranks from a group. The ranks decide it in the store, so that all exclude the same ranks.
 
 Exclusions are numbered from 1. Exclusion ``n`` is the value of the key ``lost/<n>``: all ranks that are lost by then. A
 rank that wants to exclude others proposes the next exclusion by one compare-and-set. The first proposal becomes the
