@@ -159,12 +159,12 @@ class _Problem:
         return seconds
 
     def seconds_of_exchanges(self) -> float:
-        """What one host sends to one other goes in a message between them, or passes a third host as well."""
+        """The bound of exchanges: data from one host to another goes in a message between them, or via a third host."""
         exchange = _Exchange.of(self)
         return max(map(exchange.seconds, exchange.weights()))
 
     def seconds_of_unit_tasks(self) -> float:
-        """As the bound of bytes, where each unit task that passes a port also takes one latency there."""
+        """The bound of bytes, to which each unit task that passes a port adds one latency there."""
         overhead = min(self.overhead_bytes.values())
         work = {key: nbytes + count * overhead for key, (nbytes, count) in self.demand.items()}
         egress = {host: rates.egress_bytes_per_second for host, rates in self.rates.items()}
