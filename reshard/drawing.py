@@ -1,4 +1,4 @@
-"""What all drawings share: colours for light and dark screens, and the frame of a page or of a notebook's output."""
+"""Colours for light and dark screens, and the frame of a page or of a notebook's output, for all drawings."""
 
 from __future__ import annotations
 
