@@ -190,7 +190,7 @@ def frozen_on_some_ranks(name: str, axes: Sequence[SumAxis]) -> DisagreementErro
 
 
 def _form_of(parameter: torch.Tensor) -> tuple[int, bool, bool]:
-    """What this rank has of a gradient, whether the parameter is trained, and whether it is frozen."""
+    """The state of a gradient on this rank, whether the parameter is trained, and whether it is frozen."""
     state = sum_state_of(parameter)
     is_summed = state is not None and not state.is_pending and state.summed is parameter.grad
     form = _NONE if parameter.grad is None else _SUMMED if is_summed else _GRADIENT

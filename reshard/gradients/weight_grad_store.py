@@ -40,7 +40,7 @@ def later_tasks() -> Tasks | None:
 
 
 def weight_grad_store() -> WeightGradStore | None:
-    """What collects the tasks of :func:`later_tasks`, and checks that the tensors which they read do not change."""
+    """The store that collects the tasks of :func:`later_tasks`, and checks that the tensors they read do not change."""
     return _store.get()
 
 
