@@ -65,7 +65,7 @@ class NotStartedError(RuntimeError):
 
 
 class LocalRanks(Protocol):
-    """What the memory reads of an axis whose ranks are on one host: see :class:`Axis`."""
+    """The part of an axis that the shared memory reads. Its ranks are on one host: see :class:`Axis`."""
 
     group: Any
     ranks: tuple[int, ...]
@@ -237,7 +237,7 @@ class HostCollectives:
                     raise NotStartedError(self._ranks[rank], self._seconds)
 
     def read(self, message: Message) -> list[Any]:
-        """What each rank has for this one, as flat tensors in its memory; None of this rank.
+        """The data of each rank for this rank, as flat tensors in the memory of that rank; None for this rank itself.
 
         Raises:
             DisagreementError: a rank called another collective, or has another number of bytes for this one.
