@@ -147,7 +147,7 @@ class RotationPlan(Plan):
 
     @cached_property
     def loads(self) -> RotationLoads:
-        """What each host sends and receives."""
+        """The bytes that each host sends and receives."""
         return RotationLoads.of(self.tensors, self.topology, self.exchanges)
 
     @property
