@@ -172,7 +172,7 @@ def _topology_of(tensors: Sequence[TensorSpec], topology: Topology | None) -> To
 
 
 def _run_strategy(problem: PlanProblem, name: str, function: Strategy, is_builtin: bool) -> Routes | Transfers:
-    """What a strategy chooses. What a caller's function returns is checked."""
+    """The routes or transfers that a strategy chooses. Those of a caller's function are checked."""
     try:
         chosen = function(problem)
         if not isinstance(chosen, (Routes, Transfers)):
