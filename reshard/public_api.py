@@ -1,4 +1,4 @@
-"""What public names share: import on first use, exclusion from torch.compile, warnings at the line of the caller."""
+"""Helpers of public names: import on first use, exclusion from torch.compile, warnings at the line of the caller."""
 
 from __future__ import annotations
 
