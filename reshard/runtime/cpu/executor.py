@@ -59,7 +59,7 @@ class WrongCopyError(Exception):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a program runs.
+    """Settings with which a program runs.
 
     Attributes:
         deadline: value of ``time.monotonic()`` at which waits time out.

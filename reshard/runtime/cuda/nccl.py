@@ -130,9 +130,10 @@ class Communicator:
             raise NcclError(f"NCCL failed {what}: {self.nccl.describe(result)}")
 
     def find_error(self) -> str | None:
-        """Why this communicator failed, such as an exited peer; None if it works, is in use, was aborted or is closed.
+        """The reason why this communicator failed, such as an exited peer.
 
-        It does not block, not even while another thread is inside NCCL.
+        None if it works, is in use, was aborted or is closed. The call does not block, not even while another thread is
+        inside NCCL.
         """
         if not self._lock.acquire(blocking=False):
             return None

@@ -263,7 +263,7 @@ class Breakable(Protocol):
     """An exchange whose connections may fail."""
 
     def find_error(self) -> str | None:
-        """Why the exchange failed; None if it works."""
+        """The reason why the exchange failed; None if it works."""
 
 
 class StreamRunner:
@@ -283,7 +283,7 @@ class StreamRunner:
         return self._runner.allocated_bytes
 
     def find_error(self) -> str | None:
-        """Why the connections failed; None if they work."""
+        """The reason why the connections failed; None if they work."""
         return self._exchange.find_error() if isinstance(self._exchange, Breakable) else None
 
     def start(self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> Mark | None:

@@ -1,4 +1,4 @@
-"""What a transport such as NCCL moves in large groups: messages that need no buffer, and data for all other ranks.
+"""Large groups of a transport such as NCCL: messages that need no buffer, and data for all other ranks.
 
 A message of whole rows is contiguous in every array that holds it, so if the arrays are contiguous and not cast, it
 needs no buffer, and a round may be much larger than the buffer. Where every tree of a plan reaches all other ranks, the

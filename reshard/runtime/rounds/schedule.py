@@ -51,7 +51,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank posts as a group.
+    """The messages that one rank posts as one group.
 
     Attributes:
         recvs, sends: messages, in the plan's order.
@@ -104,7 +104,7 @@ def find_large_rounds(plan: Plan) -> LargeRounds:
 
 
 class _Rounds:
-    """What the rounds of a plan depend on."""
+    """The properties of a plan on which its rounds depend."""
 
     def __init__(self, plan: Plan) -> None:
         messages = tabulate_messages(plan)

@@ -1,4 +1,4 @@
-"""What a rank does in one round with arrays of given kinds: the messages that it posts or packs."""
+"""The steps of a rank in one round, for arrays of given kinds: the messages that it posts or packs."""
 
 from __future__ import annotations
 
