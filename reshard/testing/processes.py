@@ -37,7 +37,7 @@ GRACE_SECONDS = 5.0
 
 @dataclass
 class RankFailure:
-    """How one rank failed: its error and traceback, or its exit code if it sent no result."""
+    """The failure of one rank: its error and traceback, or its exit code if it sent no result."""
 
     rank: int
     error: BaseException | None
