@@ -1,4 +1,4 @@
-"""How a version that has arrived gets into an engine: copied into its parameters, or through its own loader."""
+"""Installers: they put a version that has arrived into an engine, by a copy or through the engine's own loader."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _CAST_ELEMENTS = 1 << 20
 
 
 class Installer(Protocol):
-    """Puts versions into an engine. On one rank.
+    """Puts versions into an engine, on one rank.
 
     Attributes:
-        keeps_last: whether :meth:`install` can be called again with the version before, whose arrays are then kept.
+        keeps_last: whether the arrays of the previous version stay allocated, so that :meth:`install` can restore it.
     """
 
     keeps_last: bool

@@ -30,7 +30,7 @@ from reshard.weights.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What became of one version. ``str()`` says it in a sentence.
+    """The result of publishing one version. ``str()`` gives it as a sentence.
 
     Attributes:
         version: the version.

@@ -145,7 +145,7 @@ class Receiver:
         return self.swapped >= attempt or is_given_up or self._failure is not None
 
     def describe_failure(self) -> str:
-        """Why the last version did not arrive, as the end of a sentence."""
+        """The reason why the last version did not arrive, as the end of a sentence."""
         return f"; the last transfer failed: {self._problem}" if self._problem else ""
 
     # For the thread of the team
@@ -410,7 +410,7 @@ def _shares(first: Arrays, second: Arrays) -> bool:
 
 
 class _Leader:
-    """What the first rank of an engine decides."""
+    """Decisions of the first rank of an engine."""
 
     def __init__(self, receiver: Receiver, team: Team) -> None:
         self._receiver, self._team = receiver, team

@@ -21,7 +21,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class _Rule:
-    """What others ask of every rule. A rule overrides the answers that differ."""
+    """Properties of every rule, with their usual values. A rule overrides the values that differ."""
 
     #: Whether elements of the destination may come from no element of the source.
     adds_elements: ClassVar[bool] = False
@@ -402,7 +402,7 @@ def rules_from_json(given: Sequence[Mapping[str, Any]]) -> tuple[Rule, ...]:
 
 
 def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[str, ComposedTensor]:
-    """What rules make of the tensors of a source.
+    """The tensors that rules make from the tensors of a source.
 
     Args:
         rules: rules in the order in which they apply.

@@ -237,7 +237,7 @@ def _scales_of(entry: Entry, block: tuple[int, int], name: str) -> Entry:
 
 
 def _find_shared(entry: Entry, block: tuple[int, int]) -> np.ndarray:
-    """Which blocks some rank holds only parts of."""
+    """The blocks of which some rank holds only a part."""
     mask = np.zeros(_scales_of(entry, block, "").shape, dtype=bool)
     for _, boxes in entry.held:
         for box in boxes:
