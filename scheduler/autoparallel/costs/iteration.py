@@ -180,7 +180,9 @@ def step_seconds(
 def _end_seconds(
     ends: Sequence[float], costs: Sequence[StageCost], exchanges: Sequence[TiedSum], pp_ranks: Sequence[int]
 ) -> list[float]:
-    """When each pp rank is done with its sums: those over replicas, then those over stages, which wait for each other.
+    """The end of the gradient sums of each pp rank: first those over replicas, then those over stages.
+
+    The sums over stages wait for each other.
 
     Args:
         ends: end of the last computation of each stage.

@@ -42,7 +42,7 @@ MIXED_PRECISION = StateBytes(2.0, 2.0, 12.0)
 
 @dataclass(frozen=True)
 class Workload:
-    """What the costs of layers depend on, in addition to the layer, its choice and its place.
+    """Inputs of the costs of layers, in addition to the layer, its choice and its place.
 
     Attributes:
         profile: times of the layers.
@@ -299,7 +299,7 @@ class _StateCosts(NamedTuple):
 
 
 def _price_states(params: float, choice: Choice, place: StagePlace, work: Workload) -> _StateCosts:
-    """What a rank keeps of the states of ``params`` parameters, and the collectives of ZeRO or DDP over the replicas.
+    """Bytes of states of ``params`` parameters on a rank, and the collectives of ZeRO or DDP over the replicas.
 
     The gathers of ZeRO 3 over the depth of a grid are priced in :mod:`.grid_costs`.
     """

@@ -253,7 +253,7 @@ class SearchProblem:
 
     @cached_property
     def codec_costs(self) -> CodecCosts:
-        """How traffic inside stages is encoded."""
+        """The codecs of the traffic inside stages."""
         sizes = (self.states.weight, self.states.gradient)
         return CodecCosts.of(self.compression, self.cluster, self.graph.dtype, *sizes, not self.compress_all)
 

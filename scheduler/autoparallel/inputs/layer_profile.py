@@ -257,7 +257,7 @@ class LayerProfile:
 
     @check_arguments()
     def spread(self, graph: LayerGraph) -> tuple[float, str, float]:
-        """How much the measured times of the layers of a model vary, relative to their medians.
+        """The spread of the measured times of the layers of a model, relative to their medians.
 
         Returns:
             The mean of :attr:`LayerTimes.spread` over all layers and numbers of samples, weighted by their seconds, so

@@ -269,14 +269,14 @@ def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
 
 
 def _why_refused(problem: SearchProblem, grid: GridShape) -> str:
-    """Which layer cannot be on a grid, and why."""
+    """The layer that cannot be on a grid, and the reason."""
     reasons = ((layer.name, why_no_grid(layer, grid)) for layer in problem.graph.layers)
     name, reason = next((name, reason) for name, reason in reasons if reason is not None)
     return f"layer {name!r} cannot be on grid={'x'.join(map(str, grid))}: {reason}"
 
 
 def why_nothing_fits(problem: SearchProblem) -> str:
-    """Why no training plan uses all devices: the memory that one lacks, or the reason why no stage is possible."""
+    """The reason why no training plan uses all devices: the memory that one lacks, or why no stage is possible."""
     total, short = problem.cluster.num_ranks, smallest_shortages(problem)
     if short and short[0].nbytes > 0:
         lacks = short[0]

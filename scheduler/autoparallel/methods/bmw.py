@@ -26,7 +26,7 @@ def bmw(problem: SearchProblem) -> tuple[Candidate, ...]:
 
 
 def galvatron_released(problem: SearchProblem) -> tuple[Candidate, ...]:
-    """As the released code of Galvatron-BMW searches: stages of equal numbers of layers only."""
+    """The search of the released code of Galvatron-BMW: stages of equal numbers of layers only."""
 
     def even(problem: SearchProblem, degree: int, count: int) -> Sequence[PackedStage] | None:
         return _pack(problem, tuple(even_cuts(len(problem.graph.layers), degree)), count)

@@ -1,4 +1,4 @@
-"""The best stages for a given pace, found from the last stage to the first, from tables of what stages cost.
+"""The best stages for a given bottleneck time, found from the last stage to the first with tables of costs of stages.
 
 For a number of microbatches m and a pace P (seconds per microbatch in the steady state), the state is the first layer l
 of a suffix of the model, the devices u that the suffix uses, and the class c (devices, tp, grid) of its first stage::
@@ -54,7 +54,7 @@ class StageClass:
 
 @dataclass(frozen=True)
 class Option:
-    """How all layers of a stage are computed: a choice, and the part of the layers that are recomputed.
+    """The options of all layers of a stage: a choice, and the part of the layers that are recomputed.
 
     ``place`` is the index of the kind of place (hosts and NICs) that the numbers are for.
     """

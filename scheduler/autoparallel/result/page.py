@@ -56,7 +56,7 @@ def _title(training_plan: TrainingPlanRecord) -> str:
 
 
 def _describe(training_plan: TrainingPlanRecord) -> str:
-    """Which stage sets the time and which is nearest to its memory limit, and the legend."""
+    """The slowest stage, the stage nearest to its memory limit, and the legend."""
     reports = training_plan.reports
     busiest = max(range(len(reports)), key=lambda number: reports[number].busy_seconds)
     fullest = max(range(len(reports)), key=lambda number: _share(reports[number]))
