@@ -85,7 +85,7 @@ def first_microbatches(schedule: Schedule) -> Schedule:
 
 
 def describe_cut(schedule: Schedule, part: Schedule) -> str:
-    """What a drawing of ``part`` leaves out, as a sentence; empty if nothing."""
+    """A sentence that names the parts of ``schedule`` that a drawing of ``part`` leaves out; "" if there are none."""
     cut = []
     if part.num_microbatches < schedule.num_microbatches:
         cut.append(f"the first {part.num_microbatches} of {schedule.num_microbatches} microbatches")
