@@ -183,7 +183,7 @@ class Turn(NamedTuple):
 
 
 class ReadyQueue:
-    """What a rank has not computed yet in one step.
+    """The computations that a rank has not done yet in one step.
 
     Args:
         plan: the plan of the rank.
