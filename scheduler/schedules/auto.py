@@ -357,7 +357,7 @@ def find_depths(pipeline: Pipeline) -> list[tuple[int, ...]]:
 
 
 def link_seconds(pipeline: Pipeline) -> list[float]:
-    """How long one microbatch keeps each channel and each shared link busy."""
+    """The time that one microbatch keeps each channel and each shared link busy."""
     busy: dict[str, float] = {}
     alone: list[float] = []
     for edge in pipeline.edges:
