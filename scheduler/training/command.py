@@ -98,7 +98,7 @@ def _add_search(add: Callable[..., Any]) -> None:
 
 
 def _add_devices(add: Callable[..., Any]) -> None:
-    """Where the ranks run."""
+    """Add the options that say where the ranks run."""
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -192,7 +192,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _describe_next(job: Job) -> str:
-    """What a user may do after a run."""
+    """A sentence on what a user may do after a run."""
     if job.checkpoint is None:
         return "nothing was saved; with --checkpoint FOLDER a run is saved, and --resume continues it"
     return f"--resume with a larger --steps continues from {job.checkpoint}"

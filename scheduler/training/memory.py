@@ -102,7 +102,7 @@ def count_peak_bytes(rank: int, job: Job, steps: int = 2) -> int:
 
 @contextlib.contextmanager
 def _sampled_products(counter: StorageCounter) -> Iterator[None]:
-    """Sum what is alive whenever a product on a grid begins."""
+    """Sample the bytes of live tensors whenever a matrix product on a grid begins."""
     from reshard.parallel.products.multiply import Product
 
     plain = Product.multiply

@@ -1,4 +1,4 @@
-"""What a resumed run must share with the run that saved the checkpoint, and what it says where it differs."""
+"""Recipes: the options that a resumed run must share with the run that saved its checkpoint, and texts on changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EFFECTS = {
 
 
 def describe_changes(changes: list[tuple[str, Any, Any]]) -> list[str]:
-    """What differs from the run that saved the checkpoint, and what follows: a line for each option.
+    """The differences from the run that saved the checkpoint, and their consequences: a line for each option.
 
     Raises:
         ArgumentError: the peak learning rate differs. The checkpoint has its own, so another one would have no effect.

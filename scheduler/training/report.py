@@ -1,4 +1,4 @@
-"""What a training run leaves behind: its losses, and the last measured step beside the predicted one.
+"""The report of a training run: its losses, and the last measured step compared with the predicted one.
 
 A report is a folder. ``losses.csv`` has a line for each step. A run that continues drops the lines of the steps that it
 repeats, so a run that was killed leaves the same file as one that was not. The pictures need matplotlib.
