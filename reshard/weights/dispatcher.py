@@ -1,4 +1,4 @@
-"""The dispatcher, on the first rank of a trainer: it decides which engines take part, and sends again after failures."""
+"""The dispatcher of a trainer, on its first rank: it decides which engines take part, and repeats failed sends."""
 
 from __future__ import annotations
 
