@@ -92,7 +92,7 @@ def from_json(record: Mapping[str, Any]) -> dict[str, ClassLoad]:
 def draw_loads(
     title: str, loads: Mapping[str, ClassLoad], bound_seconds: float, predicted_seconds: float, path: Path
 ) -> None:
-    """Plot the mean and the busiest link of each class, beside the bound and the predicted time.
+    """Plot the mean and the busiest link of each class, with the bound and the predicted time.
 
     Args:
         title: what moves.

@@ -1,4 +1,4 @@
-"""The choice of the search beside all divisions into stages, measured.
+"""The choice of the search, compared with all divisions into stages, measured.
 
 Six cases: three models of five layers on two clusters of four devices. One step of an even division corrects the
 profile, as ``tune`` does, and the search chooses. Then every division of the layers and devices into at least two
