@@ -1,5 +1,5 @@
-// best_stages: the recurrence by pace of reshard.scheduler.autoparallel, for one pace. Reference implementation:
-// tests/reference/pace.py, with the same floating point operations in the same order.
+// best_stages: the recurrence of reshard.scheduler.autoparallel, for one bottleneck time (pace). Reference
+// implementation: tests/reference/pace.py, with the same floating point operations in the same order.
 //
 // A state is (first layer, devices left, class of the first stage) of a suffix of the model, and the end of its first
 // stage if the model has skip connections. For each state, the suffixes on a Pareto front are kept: no other suffix is
@@ -320,5 +320,5 @@ void bind_pace(nb::module_ &m) {
           nb::arg("memory"), nb::arg("received"), nb::arg("sent"), nb::arg("cut_bytes"), nb::arg("factor"),
           nb::arg("priced_at"), nb::arg("priced_forward"), nb::arg("priced_backward"), nb::arg("microbatches"),
           nb::arg("pace"),
-          "The best stages for one pace, as (round trip, excess of gradient sums, [(first, end, devices left, option)]).");
+          "The best stages for one bottleneck time, as (round trip, excess of gradient sums, [(first, end, devices left, option)]).");
 }
