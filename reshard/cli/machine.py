@@ -53,7 +53,7 @@ def examine_installation() -> tuple[list[str], list[str]]:
             )
     torch = versions.get("torch")
     if torch is not None and (reason := why_torch_fails()) is not None:
-        problems.append(f"torch {torch} cannot be imported: {reason}; install it anew")
+        problems.append(f"torch {torch} cannot be imported: {reason}; install it again")
         torch = None
     if sys.version_info >= FIRST_UNTRIED_PYTHON:
         lines.append(f"Python {'.'.join(map(str, FIRST_UNTRIED_PYTHON))} and later have not been tried")
