@@ -108,7 +108,7 @@ _MAX_HOLDINGS = 100_000
 #: Limit on messages for trying the all-gathers.
 _MAX_GATHERED = 20_000
 
-_Candidate = tuple[str, float, Transfers]  # name, floor in seconds, transfers
+_Candidate = tuple[str, float, Transfers]  # name, lower bound in seconds, transfers
 
 
 def choose_fastest(problem: PlanProblem) -> tuple[str, Transfers]:
@@ -129,11 +129,11 @@ class _Choice:
         self.num_messages = 0
         self.seconds = math.inf
         self.chunked_seconds, self.num_chunked = math.inf, 0  # time and messages of multicast
-        self.planned: dict[str, tuple[float, Transfers]] = {}  # floors and transfers of send_recv and multicast
+        self.planned: dict[str, tuple[float, Transfers]] = {}  # lower bounds and transfers of send_recv and multicast
         self.simulated: list[tuple[Transfers, float, float]] = []  # plans, their makespans, and the cutoffs of these
 
     def make(self) -> tuple[str, Transfers]:
-        """Try the strategies whose floor is below the best time so far; return the best name and transfers."""
+        """Try the strategies whose lower bound is below the best time so far; return the best name and transfers."""
         if self.multicast_beats_direct():
             self.compare("multicast", *self.plan("multicast"))
         else:
@@ -173,7 +173,7 @@ class _Choice:
             self.compare(*candidate)
 
     def make_first_of_many(self) -> None:
-        """Try multicast, and send_recv unless its floor rules it out or a simulation of it takes too long.
+        """Try multicast, and send_recv unless its lower bound rules it out or a simulation of it takes too long.
 
         A plan of multicast passes one message at a time at each port, so its time is found fast.
         """
@@ -193,7 +193,7 @@ class _Choice:
         return self.is_too_large(int(self.problem.num_receivers.sum()))
 
     def others(self) -> Iterator[tuple[str, float]]:
-        """The remaining candidates worth planning, each with the floor of its makespan in seconds."""
+        """The remaining candidates worth planning, each with a lower bound on its makespan in seconds."""
         problem, topology, floors = self.problem, self.problem.topology, self.floors
         num_receivers = (problem.receivers != NO_RANK).sum(axis=1)
         if int(num_receivers.sum()) * self.num_ranks > _MAX_PLANNED or problem.holders.size > _MAX_HOLDINGS:
@@ -223,16 +223,16 @@ class _Choice:
             yield "broadcast_search_full", floors.of_broadcasts
 
     def is_ruled_out(self, name: str) -> bool:
-        """Whether the floor of the messages that a strategy is sure to send rules it out before it is planned."""
+        """Whether the lower bound of the messages that a strategy is sure to send rules it out before it is planned."""
         return name == "global_all_gather" and self.floors.of_ring > self.seconds * (1 + _MARGIN)
 
     @property
     def is_good_enough(self) -> bool:
-        """Whether the best plan is close enough to the floor of all strategies to stop."""
+        """Whether the best plan is close enough to the lower bound of all strategies to stop."""
         return self.seconds <= self.floors.of_all * (1 + _GOOD_ENOUGH)
 
     def plan(self, name: str) -> tuple[float, Transfers]:
-        """The transfers that a strategy makes, preceded by the floor of their makespan in seconds."""
+        """The transfers that a strategy makes, preceded by a lower bound on their makespan in seconds."""
         if name == "local_all_gather" and (local_cuts(self.problem) < 0).all():
             name = "send_recv"  # this strategy would send every region directly as well
         if name in self.planned:
