@@ -87,8 +87,8 @@ def find_rounds(plan: Plan) -> dict[int, int]:
 def find_large_rounds(plan: Plan) -> LargeRounds:
     """The rounds for a transport that broadcasts, and moves messages that need no buffer in large groups.
 
-    A round holds such messages of at most :data:`~.large.DIRECT_ROUND_BYTES` in each direction of a rank, beside what
-    :func:`find_rounds` allows.
+    A round holds such messages of at most :data:`~.large.DIRECT_ROUND_BYTES` in each direction of a rank, in addition
+    to what :func:`find_rounds` allows.
     """
     rounds = _Rounds(plan)
     if not any(rounds.relays.is_relay):
