@@ -372,7 +372,7 @@ class Topology:
         )
 
     def select(self, ranks: Sequence[int]) -> Topology:
-        """The topology of some ranks, which become 0, 1, ... in the given order; hosts and pods are numbered anew.
+        """The topology of some ranks, which become 0, 1, ... in the given order; hosts and pods get new numbers.
 
         Raises:
             ArgumentError: a rank is not an integer. TopologyError: a rank has no host.
