@@ -1,4 +1,4 @@
-"""Proof that weights have landed: digests of what an engine holds beside those of what the trainer holds."""
+"""Proof that weights have landed: digests of the weights of an engine, compared with those of the trainer."""
 
 from __future__ import annotations
 
