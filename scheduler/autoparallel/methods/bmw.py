@@ -63,7 +63,7 @@ def degrees(problem: SearchProblem) -> Iterator[int]:
 
 
 def seconds_of(packed: Sequence[PackedStage], count: int) -> float:
-    """Seconds of a step: one microbatch through all stages, then the pace of the slowest one."""
+    """Seconds of a step: one microbatch through all stages, then the others at the rate of the slowest stage."""
     times = [item.seconds for item in packed]
     return sum(times) + (count - 1) * max(times)
 

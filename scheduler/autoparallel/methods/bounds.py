@@ -68,7 +68,8 @@ def single_stage_bound(problem: SearchProblem) -> float:
 def _interleaved_bound(problem: SearchProblem) -> float:
     """Seconds that no plan with several stages on each of at least two meshes beats; infinite if there is none.
 
-    The mean over all devices of the seconds in which each computes, and sums gradients without computing beside it.
+    The mean over all devices of the seconds in which each computes, and sums gradients without computing at the same
+    time.
     """
     total = problem.cluster.num_ranks
     if total < 2 or len(problem.graph.layers) < 4 or problem.rules.max_stages_per_rank < 2:
@@ -117,7 +118,7 @@ def _costs(problem: SearchProblem, place: StagePlace, count: int) -> list[list[t
 
 
 def _work(problem: SearchProblem, places: tuple[StagePlace, ...], count: int, *, with_sums: bool = False) -> float:
-    """The least device-seconds of a step; ``with_sums``: with sums of gradients beside which nothing is computed."""
+    """The least device-seconds of a step; ``with_sums``: with sums of gradients during which nothing is computed."""
     min_seconds = np.full(len(problem.graph.layers), np.inf)
     for place in places:
         for costs in _costs(problem, place, count):

@@ -1,4 +1,4 @@
-"""A training plan as a page: a bar per stage with its time and memory beside the limits, its schedule, and tables."""
+"""A training plan as a page: a bar per stage with its time, its memory and the limits, its schedule, and tables."""
 
 from __future__ import annotations
 
