@@ -287,7 +287,7 @@ class ReadyQueue:
 
 
 class RecvWindows:
-    """The receives of a rank in one step: ``RECVS_AHEAD`` are posted on each channel beside those needed next.
+    """The receives of a rank in one step: ``RECVS_AHEAD`` are posted on each channel in addition to those needed next.
 
     Args:
         recvs: see :class:`ReadyPlan`.
