@@ -1,4 +1,4 @@
-"""A simulated or measured schedule as a page: rows over time, waits, and memory beside its limit."""
+"""A simulated or measured schedule as a page: rows over time, waits, memory and its limit."""
 
 from __future__ import annotations
 
