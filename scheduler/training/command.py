@@ -140,8 +140,8 @@ def _add_reports(add: Callable[..., Any]) -> None:
     add(
         "--resume",
         action="store_true",
-        help="continue from the newest checkpoint in the folder of --checkpoint, or begin anew if there is none, and "
-        "save at the end; pass the same --steps, which is the number of the last step",
+        help="continue from the newest checkpoint in the folder of --checkpoint, or start from the beginning if there "
+        "is none, and save at the end; pass the same --steps, which is the number of the last step",
     )
     add(
         "--trust-pickle",

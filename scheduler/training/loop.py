@@ -191,7 +191,9 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
 
 def _describe_start(job: Job, start: int, engine: PipelineEngine) -> list[str]:
     """The lines that a run prints before its first step."""
-    texts = [f"there is no checkpoint in {job.checkpoint}: beginning anew"] if job.resume and not start else []
+    texts = (
+        [f"there is no checkpoint in {job.checkpoint}: starting from the beginning"] if job.resume and not start else []
+    )
     return [*texts, engine.compression] if engine.compression else texts
 
 

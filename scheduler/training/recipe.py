@@ -27,7 +27,7 @@ def describe_changes(changes: list[tuple[str, Any, Any]]) -> list[str]:
         if option == "learning-rate":
             raise ArgumentError(
                 f"the checkpoint was saved with --learning-rate {saved}, not {value}; resumed runs keep theirs: pass "
-                f"--learning-rate {saved}, or begin anew in another folder"
+                f"--learning-rate {saved}, or start again in another folder"
             )
         before, now = (f"--{option} {text}" if text != "" else f"no --{option}" for text in (saved, value))
         lines.append(f"the checkpoint was saved with {before}, not {now}: {_EFFECTS[option]}")

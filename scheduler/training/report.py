@@ -93,7 +93,7 @@ class Report:
                 )
 
     def close(self) -> None:
-        """Close the file of the losses. Write it anew if lines are missing."""
+        """Close the file of the losses. Write it again if lines are missing."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # what is still in its buffer
                 self._file.close()
