@@ -426,7 +426,7 @@ class StreamWatch(Watch):
     def _stop_unless_explained(self, error: Exception) -> None:
         """End the transfer with an error of NCCL, unless a cause is published soon.
 
-        NCCL does not say which rank is gone, and a rank that aborts looks to others like one that is gone.
+        NCCL does not name the rank that is gone, and to the other ranks a rank that aborts looks like one that is gone.
         """
         now = time.monotonic()
         self._broken_at = now if self._broken_at is None else self._broken_at

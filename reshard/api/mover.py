@@ -247,7 +247,10 @@ class Mover:
         return handle
 
     def _read(self, tensor: Any, out: Any, base: Any, owner: object = None) -> MoverArrays:
-        """The arrays of a transfer, checked. Transfers of ``owner`` may use them: they end before this one begins."""
+        """The arrays of a transfer, checked.
+
+        Transfers of ``owner`` may still use these arrays, because they end before this transfer begins.
+        """
         names = [spec.name for spec in self.plan.tensors]
         sources = self._reader.sources(self.plan.by_tensor(tensor))
         bases = [
