@@ -219,8 +219,8 @@ class GradientSum:
     def _compare(self, given: list[tuple[str, str, list[int]]], failure: str | None) -> None:
         """Raise the same error on all ranks unless all pass the same gradients and no rank has a ``failure``.
 
-        Collectives of unequal sizes would abort the process, and a rank that leaves a sum would take part in the next
-        one while others are still in this one. The group of the caller may be in use by another thread.
+        Otherwise, collectives of unequal sizes would abort the process, and a rank that leaves a sum would enter the
+        next sum while others are still in this one. The group of the caller may be in use by another thread.
         """
         signature = tuple((name, dtype, *shape) for name, dtype, shape in given)
         digest = 0 if failure else self._hash_of(signature)

@@ -1,8 +1,8 @@
 """Errors and ratios of each codec on the tensors of a run, and the policy that follows from them.
 
-A dump is a folder with one folder ``step-XXXXXXXX`` per dumped step and one file ``rank-N.pt`` in it per rank, which
-``reshard train --dump-tensors`` or ``torch.save`` writes: ``{kind: {name: tensor}}``, and under ``"dimensions"`` the
-dimensions of a policy that the rank has.
+A dump is a folder with one folder ``step-XXXXXXXX`` per dumped step, and in it one file ``rank-N.pt`` per rank.
+``reshard train --dump-tensors`` or ``torch.save`` writes these files. A file holds ``{kind: {name: tensor}}``, and
+under ``"dimensions"`` the dimensions of a policy that the rank has.
 """
 
 from __future__ import annotations
