@@ -204,8 +204,8 @@ class Channel:
     ) -> ReshardError | BrokenConnectionError:
         """The root cause of a broken connection, after a grace period for another rank to report it.
 
-        A rank that loses a connection closes its others too. So following which rank lost which leads to the one rank
-        that lost none, which is the dead one.
+        A rank that loses a connection closes its others too. So follow the reports from each rank to the rank that it
+        lost. The chain ends at a rank that lost none: the dead rank.
 
         Args:
             wait: waits for a number of seconds; returns true early if an error is reported.
@@ -238,7 +238,7 @@ class Channel:
         return self.record_error(generation, self._parse_error(key, self._store.get(key)))
 
     def explain_timeout(self, number: int) -> str:
-        """The members, as text, that have not started the transfer on a GPU with this ``number`` on this rank."""
+        """The members that have not started the GPU transfer with this ``number``, as text."""
         others = [rank for rank in self.members if rank != self.group.rank]
         try:
             late = find_late(self.group.store, others, self.key, number)

@@ -402,9 +402,9 @@ class Rendezvous:
     ) -> None:
         """Pump until ``is_done()``; periodically publish this rank's status and check that of the absent ranks.
 
-        After a pause of this process, or of the store in a fault-tolerant call, the wait lasts ``RESUME_SECONDS`` more
-        at least, because this rank may have missed that the others came. An overloaded machine looks like a paused
-        process, so ``MAX_HEARTBEAT_AGE_SECONDS`` of waiting after the deadline are enough.
+        After a pause of this process, or of the store in a fault-tolerant call, the wait lasts at least
+        ``RESUME_SECONDS`` more, because the others may have come during the pause. An overloaded machine looks like a
+        paused process, so ``MAX_HEARTBEAT_AGE_SECONDS`` of waiting after the deadline are enough.
 
         Raises:
             DeadlineError: the deadline passed. EOFError: the first member is dead, in a fault-tolerant call.
@@ -459,7 +459,7 @@ class Rendezvous:
             raise rank_gone_error(rank, why)
 
     def _check_absent(self, rank: int, fault_tolerant: bool) -> None:
-        """Raise if ``rank`` waits for this rank in another call or has left this one; record it if it is dead."""
+        """Raise an error if ``rank`` waits for this rank in another call or has left this call. Record a dead rank."""
         key = f"status/{rank}"
         status = self.group.store.read(key, RankStatus.from_json) if self.group.store.check([key]) else None
         if status is not None and not (fault_tolerant and is_reported_dead(status)):

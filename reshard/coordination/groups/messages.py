@@ -16,8 +16,8 @@ def read_json(text: str | bytes, pattern: Any) -> Any:
     """The value of a JSON text that matches a pattern.
 
     Args:
-        pattern: a type; a list with the pattern of all elements; a tuple with that of each; a dict with that of each
-            key, or ``{str: pattern}`` for any keys.
+        pattern: a type; a list with one pattern for all elements; a tuple with a pattern for each element; a dict with
+            a pattern for each key, or ``{str: pattern}`` for any keys.
 
     Raises:
         ValueError: the text is not JSON, or does not match.

@@ -90,7 +90,7 @@ def explain_loss(check_status: Callable[[], None], text: str, reason: Sequence[s
 
 
 def explain_lost_store(group: Group, error: BaseException) -> ReshardError:
-    """The error of a call that lost the store: the one that ended another rank, or the name of a rank that is gone."""
+    """The error of a call that lost the store: the error that ended another rank, or one that names a lost rank."""
     deadline = time.monotonic() + CAUSE_SECONDS
     while True:
         for channel in list(group.channels.values()):
