@@ -115,7 +115,7 @@ def _mix(color: np.ndarray, value: np.ndarray) -> np.ndarray:
 
 
 def _merge(program: LinearProgram, row_color: np.ndarray, column_color: np.ndarray) -> LinearProgram | None:
-    """The program with one row and one variable per colour; None if the colours are not as the theorem needs them."""
+    """The program with one row and one variable per colour; None if the colours do not satisfy the theorem."""
     by_row = _sums(program.row_at, column_color[program.column_at], program.value, row_color)
     by_column = _sums(program.column_at, row_color[program.row_at], program.value, column_color)
     if by_row is None or by_column is None:
