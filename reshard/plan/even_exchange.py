@@ -264,9 +264,9 @@ class EvenExchange:
         Args:
             step: number of ranks of its host that the region has passed: 0 between hosts.
 
-        What enters hosts is ordered by slot, place of the holder in its host, place of the receiver, and host of the
-        holder, so messages of several lanes to one rank alternate. It passes inside its host after the messages of the
-        next slot in the order, that is, while they flow.
+        Messages between hosts are ordered by slot, place of the holder in its host, place of the receiver, and host of
+        the holder. So messages of several lanes to one rank alternate. Forwards inside the host come after the messages
+        of the next slot in the order. They pass while these messages flow.
         """
         slot = self.order.slot(self.port_of[holder], self.port_of[entry])
         phase = np.where(step > 0, 2 * (slot + step) + 1, 2 * slot)
