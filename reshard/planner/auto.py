@@ -223,7 +223,7 @@ class _Choice:
             yield "broadcast_search_full", floors.of_broadcasts
 
     def is_ruled_out(self, name: str) -> bool:
-        """Whether the lower bound of the messages that a strategy is sure to send rules it out before it is planned."""
+        """Whether the time of the messages that a strategy is sure to send rules it out before it is planned."""
         return name == "global_all_gather" and self.floors.of_ring > self.seconds * (1 + _MARGIN)
 
     @property
