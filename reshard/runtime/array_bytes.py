@@ -1,7 +1,7 @@
 """Bytes of torch tensors: copies in row-major order, flat views, and digests.
 
-A digest here depends on the order of the bytes, so equal arrays have equal digests only if they hold the same region.
-:mod:`reshard.weights.model.digests` has digests of tensors that do not depend on how these are sharded.
+These digests depend on the order of the bytes. So compare only arrays that hold the same region. The digests of
+:mod:`reshard.weights.model.digests` do not depend on how a tensor is sharded.
 """
 
 from __future__ import annotations

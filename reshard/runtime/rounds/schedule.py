@@ -4,9 +4,9 @@ A round is a set of messages. Each rank posts its sends and receives of a round 
 ``ncclGroupEnd``), in the plan's order, and its groups in round order.
 
 Why it cannot deadlock. A message is in the same round at both ends, and a rank starts a round when it has finished all
-earlier ones. Take the first round that some rank has not finished. Every rank has finished all earlier rounds in which
-it takes part, so each rank with messages in this round posts them without waiting for anything else. Both ends of every
-message are then posted, and the round finishes. A forwarded message arrives in an earlier round than it is sent.
+earlier ones. Take the first round that some rank has not finished. Each rank of this round has finished all earlier
+rounds in which it takes part. So it posts its messages of this round without waiting for anything else. Both ends of
+every message are then posted, and the round finishes. A forwarded message arrives in an earlier round than it is sent.
 Messages between two ranks match because both ranks post them in the same order: by round, then in the plan's order.
 """
 
