@@ -135,7 +135,7 @@ class LoadThroughEngine:
 
 
 class CopyAsRecorded:
-    """Copies the regions that a loader takes to where it puts them."""
+    """Copies each region that the loader uses to the place where the loader would put it."""
 
     keeps_last = False
 
@@ -167,7 +167,7 @@ def _allocate(shape: Sequence[int], dtype: str, device: torch.device, known: tor
 
 
 def _undo_cast(array: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-    """A parameter in the dtype in which it arrived; what arrived, if it is the cast of that."""
+    """A parameter in the dtype in which it arrived: the arrived tensor, if the parameter is its cast."""
     if array.dtype == arrived.dtype:
         return array
     return arrived if _is_cast(array, arrived) else array.to(arrived.dtype)

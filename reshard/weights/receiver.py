@@ -27,7 +27,7 @@ from reshard.weights.model.pieces import Piece, compose, match
 from reshard.weights.model.verify import Checker, RegionDigests
 from reshard.weights.route import Route, RouteOptions
 
-#: What the first rank passes on to all ranks, so that they act in the same order.
+#: Messages that the first rank passes on to all ranks, so that all act in the same order.
 _RELAYED = ("receive", "verify", "serve", "ping", "refused", "dropped", "swap")
 #: A function that one thread runs for another one, and its result.
 DeferredCall = tuple[Callable[[], None], Future[None]]

@@ -216,7 +216,7 @@ def _check_shard(name: str, local_shape: tuple[int, ...], shape: tuple[int, ...]
 
 
 def join_dim(boxes: Sequence[Box]) -> int:
-    """The dim along which the regions of a rank are joined in its local array: the first in which they differ."""
+    """The dim along which the regions of a rank are joined in its local array: the first dim in which they differ."""
     for dim in range(len(boxes[0]) if boxes else 0):
         if any(box[dim] != boxes[0][dim] for box in boxes):
             return dim
