@@ -168,7 +168,8 @@ struct Greedy {
         }
     }
 
-    // The best score that a set can have, where no home sends twice: each home sends its largest task. Sets most_chosen.
+    // The best score that a set can have, where no home sends twice: each home sends its largest task. Sets
+    // most_chosen.
     std::pair<Wide, Wide> best_score() {
         std::fill(largest.begin(), largest.end(), -1);
         for (const int64_t i : alive)
@@ -292,8 +293,9 @@ bool is_below(const Ints &values, int64_t most) {
     return std::all_of(values.data(), values.data() + values.shape(0), [&](int64_t v) { return 0 <= v && v < most; });
 }
 
-// Picks a sender for each message in turn: a holder on the receiver's host if there is one, else any holder. Among these
-// it takes the first one on the host that has sent the fewest bytes to other hosts, then the one that has sent least.
+// Picks a sender for each message in turn: a holder on the receiver's host if there is one, else any holder. Among
+// these, the host that has sent the fewest bytes to other hosts comes first, then the rank that has sent the fewest
+// bytes, then the first holder.
 void pick_senders(Ints holder_at, Ints holders, Ints task, Ints receiver, Ints nbytes, Ints host_of, Found sender) {
     const size_t num_tasks = nbytes.shape(0), num_ranks = host_of.shape(0), n = task.shape(0);
     const auto fits = [](bool is_fit, const char *what) { check(is_fit, what, "pick_senders"); };

@@ -160,8 +160,9 @@ struct Search {
         return is_fast;
     }
 
-    // Finds the states that a plan may pass through: their suffix can be divided into stages that are fast enough and
-    // fit with one microbatch, and so can the layers before it, on the devices before it. All others are skipped.
+    // Finds the states that a plan may pass through. Two conditions hold for such a state: its suffix can be divided
+    // into stages that are fast enough and fit with one microbatch, and so can the layers before the suffix on the
+    // devices before it. All others are skipped.
     void find_states() {
         std::vector<double> most_memory(num_classes, -INFINITE);
         for (int64_t c = 0; c < num_classes; ++c)
