@@ -20,7 +20,7 @@ SHM_BYTES = 1 << 30
 
 
 def can_run_jobs() -> bool:
-    """Whether processes of this machine can import torch and reach each other, which the other checks of a job need."""
+    """Whether processes of this machine can import torch and reach each other. The other checks of a job need both."""
     return why_torch_fails() is None and not _examine_loopback()
 
 

@@ -18,7 +18,7 @@ NUM_MOMENTS = 80
 MAX_PAIRS = 32
 #: Most spans of the time chart. Spans of one pair of hosts are joined until there are no more.
 MAX_SPANS = 4000
-#: Two messages of one pair of hosts are drawn as one if the gap between them is at most this fraction of the time axis.
+#: Gap between two messages of one pair of hosts, as a fraction of the time axis, up to which both are drawn as one.
 _GAP = 0.002
 _ROW_HEIGHT, _MIN_LANE_HEIGHT, _AREA_HEIGHT = 9, 12, 20
 _NUM_TICKS = 4
