@@ -131,8 +131,8 @@ def correct_profile(
 ) -> LayerProfile:
     """The profile with times that explain measured steps.
 
-    A layer class has one factor for its forward, one for its backward and one for its weight gradients, such that the
-    sums over the layers of each stage are what was measured. Classes that the training plan does not run keep their
+    Each layer class gets three factors: for its forward, its backward and its weight gradients. With these factors, the
+    sums over the layers of each stage equal the measured times. Classes that the training plan does not run keep their
     times.
 
     Args:

@@ -184,7 +184,7 @@ def _axis_costs(place: StagePlace, grid: GridShape) -> Mapping[str, AxisCost]:
     """The costs of collectives along each axis of a grid on the ranks of a place, layer by layer and row by row.
 
     All hosts of a place have the NIC of its slowest one. Without pods, layers that fill the same part of hosts are
-    alike, so that costs inside layers are found for the first ones only.
+    alike. The costs inside layers are then found only once for them.
     """
     rows, cols, depth = grid
     num_hosts = place.num_hosts

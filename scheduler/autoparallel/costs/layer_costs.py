@@ -332,8 +332,8 @@ def _price_states(params: float, choice: Choice, place: StagePlace, work: Worklo
 def working_bytes(costs: Sequence[LayerCost]) -> float:
     """Bytes that the computations of a stage need in addition to states and activations, without panels of products.
 
-    A forward under ZeRO 3 holds the parameters of the layer that runs and of the next one, and the buffer into which
-    one of them is gathered. A backward recomputes a layer once the layers after it have released their activations. It
+    A forward under ZeRO 3 holds three things: the parameters of the running layer, those of the next layer, and the
+    buffer of one gather. A backward recomputes a layer once the layers after it have released their activations. It
     then holds the parameters of that layer, their buffer, and the parameters of another layer. These need not be the
     layers with the most parameters: in a U-Net, layers with many activations have few.
     """

@@ -302,7 +302,7 @@ class SearchProblem:
     def costs(self, stages: Stages, num_microbatches: int) -> tuple[tuple[StageCost, ...], tuple[TiedSum, ...]]:
         """The costs of all stages of a candidate, and the sums of gradients over stages, with their true prices.
 
-        :meth:`stage_cost` does not know the other stages, so it counts the least that such a sum takes.
+        :meth:`stage_cost` does not know the other stages. So it counts the shortest time that such a sum can take.
         """
         exchanges, pp_ranks = self.ties.exchanges(stages), pp_ranks_of(stages)
         stage_costs = [self.stage_cost(stage, num_microbatches) for stage in stages]

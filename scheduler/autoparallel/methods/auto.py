@@ -64,8 +64,9 @@ def auto(
 ) -> tuple[Candidate, ...]:
     """The candidates of all methods, without ``alpa`` for large problems. :func:`decide` improves them by moves.
 
-    ``joint`` does not know what a split backward gains, so it also searches the choices that allow one alone. If no
-    method finds any candidate, these are the training plans that lack the least memory, of which one may just fit.
+    ``joint`` does not know the gain of a split backward. So it also searches only the choices that allow split
+    backwards. If no method finds a candidate, the result has the training plans that lack the least memory: one of them
+    may just fit.
 
     Args:
         report: called before each method.

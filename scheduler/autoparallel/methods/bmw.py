@@ -16,9 +16,10 @@ Cuts = tuple[int, ...]
 def bmw(problem: SearchProblem) -> tuple[Candidate, ...]:
     """The best balanced plan of each number of microbatches and pipeline degree, best first.
 
-    Stages have equal meshes. From the partition that balances memory, one layer at a time moves away from the slowest
-    stage, as long as no stage gets slower than that one was and none needs more memory than the partition that balances
-    time. The published code never calls this part: see :func:`galvatron_released`.
+    Stages have equal meshes. The search starts from the partition that balances memory. It moves one layer at a time
+    away from the slowest stage, as long as two rules hold: no stage becomes slower than the slowest stage was, and no
+    stage needs more memory than in the partition that balances time. The published code never calls this part: see
+    :func:`galvatron_released`.
 
     Source: Wang et al., "Improving Automatic Parallel Training via Balanced Memory Workload Optimization" (2023).
     """

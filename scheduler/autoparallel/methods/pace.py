@@ -299,7 +299,7 @@ def _find_options(
 
 
 def _port_seconds(problem: SearchProblem, begin: int, end: int) -> tuple[float, float]:
-    """Seconds that the ports of a stage take for a byte from or to the stage before it, and the stage after it.
+    """Seconds of the ports of a stage for a byte that it exchanges with the previous stage, and with the next stage.
 
     If exactly one neighbour of a stage inside a host is on another host, the stage may use half of the port, because
     another stage of its host uses the port, too.
