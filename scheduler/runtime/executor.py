@@ -258,8 +258,9 @@ class Iteration:
     def find_places_of_sums(self) -> dict[int, int]:
         """``{stage: index}`` of the actions before which sums of gradients over replicas start in this step.
 
-        Only of stages that train, and whose gradients are complete then: no other stage of this rank has one of their
-        parameters, and none of these is a DTensor, whose gradient gets its placements after the last action.
+        Only stages that train have an entry, and only if their gradients are complete at that point. Two conditions
+        ensure this: no other stage of this rank shares a parameter with the stage, and no parameter is a DTensor. The
+        gradient of a DTensor gets its placements after the last action.
         """
         places = self.program.sum_places
         if not self.inputs.train or self.program.ready is not None:
