@@ -19,8 +19,8 @@ from .loop import Job, make_loaders, make_optimizer, make_pipe
 class StorageCounter(torch_compat.TorchDispatchMode):
     """Records the storage of each tensor that an operation returns while this mode is active.
 
-    :meth:`sample` adds up the storages that are alive. Call it between operations, so that it counts no temporary
-    tensors of an operation.
+    :meth:`sample` adds up the storages that are alive. Call this between operations. Then temporary tensors of
+    operations do not count.
 
     Args:
         ignored: pytree of tensors that are not counted.

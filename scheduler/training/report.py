@@ -1,7 +1,7 @@
 """The report of a training run: its losses, and the last measured step compared with the predicted one.
 
-A report is a folder. ``losses.csv`` has a line for each step. A run that continues drops the lines of the steps that it
-repeats, so a run that was killed leaves the same file as one that was not. The pictures need matplotlib.
+A report is a folder. ``losses.csv`` has a line for each step. A resumed run first drops the lines of the steps that it
+repeats. So a killed and resumed run leaves the same file as an uninterrupted run. The pictures need matplotlib.
 """
 
 from __future__ import annotations
