@@ -4,7 +4,7 @@
 // so no receiver loses its place to a later one. Then each unmatched sender, in the given order (heaviest first), takes
 // the place of a lighter one, along an alternating path that keeps the same receivers matched.
 //
-// Python reference: tests/reference/bipartite_matching.py.
+// Reference implementation: tests/reference/bipartite_matching.py.
 
 #pragma once
 

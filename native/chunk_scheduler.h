@@ -6,7 +6,7 @@
 // advances to the next end of a send. If all rates are equal, all sends of a step end together, and the schedule fills
 // slot by slot. Otherwise the speeds of concurrent sends are proportionally fair (see fluid/proportional_fairness.h).
 //
-// tests/reference/ has Python references (chunk_scheduler.py and others) that take the same decisions in the same
+// Reference implementations: tests/reference/chunk_scheduler.py and others. They take the same decisions in the same
 // order.
 
 #pragma once

@@ -1,14 +1,20 @@
-// Which hosts have and lack which chunks, and the remaining work of each host and pod.
+// The chunks that each host has and lacks, and the remaining work of each host and pod.
 //
-// A chunk is missing at a host that needs it until a send of it starts, and held there once the send has landed. Counts
-// of what each host can send to each other host (can_, can_enter_) are updated on every change, so that can_send() is a
-// look-up. With pods, a chunk enters each pod over its uplink once; later receivers get it from hosts of the pod.
+// States of a chunk at a host that needs it: missing until a send of the chunk starts, in flight until the send has
+// landed, then held. can_ and can_enter_ count the chunks that each host can send to each other host. They are updated
+// on every change, so can_send() is a look-up. With pods, a chunk enters each pod over the pod's uplink once. Later
+// receivers get the chunk from hosts of the pod.
 //
-// choose() takes the rarest chunk that the sending host has and the receiving host misses. Ties go to the "nearest"
-// chunk: one that ranks at the sending NIC hold, then one that ranks at the receiving NIC need, and then to the
-// lowest number. With near_first, nearness comes before rarity.
+// choose() takes a chunk that the sending host has and the receiving host misses, by these criteria in this order:
 //
-// Python reference: tests/reference/chunk_state.py, which recomputes these sets where needed.
+//   1. the rarest chunk
+//   2. a chunk that ranks at the sending port hold
+//   3. a chunk that ranks at the receiving port need
+//   4. the chunk with the lowest number
+//
+// With near_first, criteria 2 and 3 come before criterion 1.
+//
+// Reference implementation: tests/reference/chunk_state.py, which recomputes these sets where needed.
 
 #pragma once
 
@@ -34,9 +40,11 @@ class ChunkState {
             place_ranks();
     }
 
-    // Remaining sizes. to_get: chunks that have not arrived at a host. to_give: chunks of a host that only their first
-    // holders have. to_enter: chunks that a pod lacks. to_leave: chunks that only this pod has, once per pod that lacks
-    // them.
+    // Remaining work, as summed sizes of chunks:
+    //   to_get: chunks that have not arrived at a host.
+    //   to_give: chunks of a host that only their first holders have.
+    //   to_enter: chunks that a pod lacks.
+    //   to_leave: chunks that only this pod has. A chunk counts once for each pod that lacks it.
     int64_t to_get(int64_t host) const { return to_get_[host]; }
     int64_t to_give(int64_t host) const { return to_give_[host]; }
     int64_t to_enter(size_t pod) const { return to_enter_[pod]; }

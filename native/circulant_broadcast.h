@@ -5,7 +5,7 @@
 // chunk that the receiver lacks. n chunks take n - 1 + q slots and up to three more (q: the number of skips). The
 // pattern is that of Traff's round-optimal broadcast (2022), which chooses the chunks in closed form.
 //
-// Python reference: tests/reference/circulant_broadcast.py.
+// Reference implementation: tests/reference/circulant_broadcast.py.
 
 #pragma once
 

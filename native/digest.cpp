@@ -1,5 +1,5 @@
-// A digest of the elements of a tensor that does not depend on how the tensor is cut into shards. Python twin:
-// tests/reference/digest.py.
+// A digest of the elements of a tensor that does not depend on how the tensor is cut into shards. Reference
+// implementation: tests/reference/digest.py.
 //
 // The digest of an element is a 64-bit mix of its bits and of its flat index in the whole tensor. The digest of a set of
 // elements is the sum of both 32-bit halves, each modulo 2^32. So the digests of disjoint shards add up to that of the
@@ -25,7 +25,7 @@ using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::c
 constexpr uint32_t LOW_INDEX = 0x9E3779B1, HIGH_INDEX = 0x85EBCA77;
 constexpr uint32_t FIRST = 0x7FEB352D, SECOND = 0x846CA68B, THIRD = 0xC2B2AE35;
 
-// Regions of at most this many words are digested without giving up Python's lock.
+// Regions of at most this many words are digested without releasing the GIL.
 constexpr size_t MAX_HELD = 1 << 17;
 
 struct Sums {

@@ -1,6 +1,6 @@
 // Loops over all regions and messages of a large exchange: numbers of equal rows, the messages of
 // rotate_hosts, and the loads of direct sends.
-// Python references: tests/reference/exchange.py.
+// Reference implementations: tests/reference/exchange.py.
 
 #include <algorithm>
 #include <bit>

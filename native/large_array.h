@@ -1,5 +1,5 @@
-// Arrays of millions of entries, on large pages where Linux has them: with small ones, random access to them misses the
-// cache of page addresses, and the kernel spends more time on their pages than the loops take.
+// Arrays of millions of entries, on huge pages if Linux has them. With small pages, random access misses the TLB, and
+// the kernel spends more time on page faults than the loops take.
 
 #pragma once
 

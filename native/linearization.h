@@ -10,9 +10,9 @@
 //     hosts before the send of the piece.
 //   - If a receiver only stages a piece from another host, it forwards the piece inside its host before its
 //     STAGED_AFTER-th further receive.
-// The constraints may form a cycle. Then the next message is the one that ends first among those whose `after` is done.
+// The constraints may form a cycle. Then the next message is the first to end among the messages whose `after` is done.
 //
-// Python reference: tests/reference/linearization.py.
+// Reference implementation: tests/reference/linearization.py.
 
 #pragma once
 

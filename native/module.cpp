@@ -48,7 +48,7 @@ void bind_shared_rings(nb::module_ &m);
 
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false); // a program may end while globals of a module or threads hold objects
-    m.doc() = "Loops over flat arrays, which have Python references in tests/reference; memory that ranks share.";
+    m.doc() = "Loops over flat arrays, with reference implementations in tests/reference; memory that ranks share.";
     m.def("copy_runs", &copy_runs, nb::arg("src"), nb::arg("dst"), nb::arg("src_at"), nb::arg("dst_at"),
           nb::arg("length"), "Copy length[i] bytes from src[src_at[i]] to dst[dst_at[i]], for every i.");
     bind_block_codecs(m);

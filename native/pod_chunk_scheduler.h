@@ -2,12 +2,12 @@
 //
 // A port (one direction of a NIC or uplink) is worth more the closer its remaining time is to the longest one: 1 for the
 // longest, and steeply less for others. The weight of a possible send is the sum over its ports. That of a NIC takes one
-// send at a time, an uplink as many as its rate allows. A set of sends is chosen greedily, heaviest first, and improved
-// by exchanges: take one more send, drop sends that block it, and add others that then fit, as long as the weight
-// grows. A chunk enters a pod over its uplink once. Uplinks with time to spare may also bring chunks that the pod
-// already has (help_pods).
+// send at a time, an uplink as many as its rate allows. A set of sends is chosen greedily, heaviest first. Exchanges
+// then improve the set as long as its weight grows: an exchange adds one send, drops the sends that block it, and adds
+// other sends that then fit. A chunk enters a pod over its uplink once. Uplinks with time to spare may also bring
+// chunks that the pod already has (help_pods).
 //
-// Python reference: tests/reference/pod_chunk_scheduler.py.
+// Reference implementation: tests/reference/pod_chunk_scheduler.py.
 
 #pragma once
 
@@ -129,7 +129,8 @@ class PodChunkScheduler final : public ChunkScheduler {
         }
     }
 
-    // Finds the chosen sends that must go so that choice i fits: those at its ports, and on an uplink the lightest ones.
+    // Finds the chosen sends that must be dropped so that choice i fits: sends at its ports, and on an uplink the
+    // lightest sends.
     void in_the_way(int i, Row &found) {
         found.clear();
         const Choice &choice = choices_[i];
@@ -201,8 +202,9 @@ class PodChunkScheduler final : public ChunkScheduler {
         }
     }
 
-    // An upper bound of the gain of exchange(i), infinite where an uplink is in the way. Each choice that it adds begins
-    // or ends at a port that a dropped send leaves: at most one for each, and its other port must be free or left too.
+    // An upper bound of the gain of exchange(i), infinite where an uplink is in the way. Each choice that it adds
+    // begins or ends at a port that a dropped send leaves: at most one for each, and its other port must be free or
+    // left too.
     double max_gain(int i) {
         const Choice &choice = choices_[i];
         const int from = chosen_at(choice.first()), to = chosen_at(choice.last()); // the sends that choice i replaces

@@ -3,13 +3,13 @@
 // A chunk is sent piece by piece. The sender of a piece is a rank at the sending NIC that has the piece. The receiver
 // is a rank at the receiving NIC that needs it. If a NIC has no such rank, another rank at the NIC stages the piece.
 // The receiver forwards the piece to all ranks of its host that need it, along a chain or, for many ranks, a binary
-// tree. Among several candidates, the NIC keeps the rank that it used last until that rank is `run` pieces ahead of
-// the least loaded one, because each change of rank costs a wait of one rank for the other.
+// tree. Among several candidates, the NIC keeps the rank that it used last, until that rank is `run` pieces ahead of
+// the least loaded rank. Each change of rank costs time, because one rank waits for the other.
 //
 // A rank stages at most MAX_STAGED pieces for others. Beyond that it drops the oldest one. If the piece is needed
 // later, the rank receives it again.
 //
-// Python reference: tests/reference/rank_assignment.py.
+// Reference implementation: tests/reference/rank_assignment.py.
 
 #pragma once
 

@@ -1,5 +1,5 @@
 // make_schedule checks the arrays of the NICs and the workload. It then runs the chunk scheduler, the rank assignment
-// and the linearization. Python reference: tests/reference/schedule.py.
+// and the linearization. Reference implementation: tests/reference/schedule.py.
 
 #include <memory>
 #include <stdexcept>

@@ -1,10 +1,15 @@
-// Messages between ranks on one host through rings of slots in shared memory. Linux only; other systems do without them.
+// Messages between ranks on one host through rings of slots in shared memory. Linux only. On other systems, these
+// messages use Gloo.
 //
-// Each rank owns a segment, which the other ranks of the host map: a header with a bell, on which the threads of the
-// owner sleep, and a ring to each other rank: of slots with data, beside a ring of grants, by which the receiver asks
-// for messages. The sender fills slots only with messages that the receiver has posted, so every slot
-// empties without a further message. Counters are 32-bit words that wrap around. There is no lock in shared memory, so a
-// rank that is killed leaves none behind. Whatever another rank wrote is checked before it is used.
+// Each rank owns a segment of shared memory, which the other ranks of the host map. A segment has
+//
+//   - a doorbell (`bell`): a futex on which the threads of the owner sleep until another rank has written something;
+//   - for each other rank, a ring of slots with data, which the owner sends to that rank;
+//   - for each other rank, a ring of credits (`grants`), which that rank writes, one for each posted receive.
+//
+// A sender fills slots only with messages for which it has a credit. So the receiver empties every slot without waiting
+// for another message. Counters are 32-bit words that wrap around. Shared memory holds no lock, so a killed rank leaves
+// no lock behind. A rank checks every value that another rank wrote before it uses the value.
 
 #include <nanobind/nanobind.h>
 

@@ -1,5 +1,6 @@
 // Loops of strategies over regions: the choice of senders by load, broadcast trees, and the greedy order of broadcasts.
-// Python references: pick_sender() in planner/strategies/sender_selection.py; trees.py and greedy.py in tests/reference.
+// Reference implementations: pick_sender() in planner/strategies/sender_selection.py, and trees.py and greedy.py in
+// tests/reference.
 //
 // The greedy order of the 2023 cross-mesh resharding study: rounds of tasks that share no port. A class is a group of
 // tasks with the same choice of options (here "ways"). An option has a sending host (home) and a set of ports. Each
@@ -167,7 +168,8 @@ struct Greedy {
         }
     }
 
-    // The best score that a set can have, where no home sends twice: each home sends its largest task. Sets most_chosen.
+    // The best score that a set can have, where no home sends twice: each home sends its largest task. Sets
+    // most_chosen.
     std::pair<Wide, Wide> best_score() {
         std::fill(largest.begin(), largest.end(), -1);
         for (const int64_t i : alive)
@@ -291,8 +293,9 @@ bool is_below(const Ints &values, int64_t most) {
     return std::all_of(values.data(), values.data() + values.shape(0), [&](int64_t v) { return 0 <= v && v < most; });
 }
 
-// Picks a sender for each message in turn: a holder on the receiver's host if there is one, else any holder. Among these
-// it takes the first one on the host that has sent the fewest bytes to other hosts, then the one that has sent least.
+// Picks a sender for each message in turn: a holder on the receiver's host if there is one, else any holder. Among
+// these, the host that has sent the fewest bytes to other hosts comes first, then the rank that has sent the fewest
+// bytes, then the first holder.
 void pick_senders(Ints holder_at, Ints holders, Ints task, Ints receiver, Ints nbytes, Ints host_of, Found sender) {
     const size_t num_tasks = nbytes.shape(0), num_ranks = host_of.shape(0), n = task.shape(0);
     const auto fits = [](bool is_fit, const char *what) { check(is_fit, what, "pick_senders"); };

@@ -178,7 +178,7 @@ def best_stages(
     microbatches: int,
     pace: float,
 ) -> tuple[float, float, list[tuple[int, int, int, int]]]:
-    """Return the best stages for one pace; see ``reshard.scheduler.autoparallel.methods.pace``."""
+    """Return the best stages for one bottleneck time; see ``reshard.scheduler.autoparallel.methods.pace``."""
 
 def create_memory(name: str) -> int:
     """Create an unnamed file in memory; return its descriptor. Linux only, as the next five."""

@@ -92,7 +92,7 @@ def _hints_of_fields(cls: Any) -> dict[str, Any]:
 
 
 def find_wrong(value: Any, hint: Any, name: str, bounds: Bounds | None = None) -> str:
-    """What is wrong with a value: its name, the value and the rule; "" if it is what a type hint says."""
+    """The error text of a value: its name, the value and the rule; "" if it is what a type hint says."""
     hint, origin, inner = _parts(hint)
     if origin in (Union, types.UnionType):
         problems = [find_wrong(value, option, name, bounds) for option in inner]
@@ -110,7 +110,7 @@ def find_wrong(value: Any, hint: Any, name: str, bounds: Bounds | None = None) -
 
 
 def _find_wrong_item(value: Any, origin: Any, inner: tuple[Any, ...], name: str, bounds: Bounds | None) -> str:
-    """What is wrong with an item of a mapping or of a sequence."""
+    """The error text of the first wrong item of a mapping or of a sequence; "" if all items are right."""
     if origin is Mapping or origin is dict:
         for key, item in value.items():
             text = find_wrong(key, inner[0], f"a key of {name}") or find_wrong(

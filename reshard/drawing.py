@@ -1,4 +1,4 @@
-"""What all drawings share: colours for light and dark screens, and the frame of a page or of a notebook's output."""
+"""Colours for light and dark screens, and the frame of a page or of a notebook's output, for all drawings."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def colour_of(number: int) -> str:
 
 
 def draw_bar(parts: Sequence[tuple[float, str, str]], limit: float, scale_end: float) -> str:
-    """A bar of parts ``(value, colour, title)``, beside a line at the limit.
+    """A bar of parts ``(value, colour, title)``, with a line at the limit.
 
     Args:
         parts: parts from left to right. Titles may be any text.

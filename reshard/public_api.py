@@ -1,4 +1,4 @@
-"""What public names share: import on first use, exclusion from torch.compile, warnings at the line of the caller."""
+"""Helpers of public names: import on first use, exclusion from torch.compile, warnings at the line of the caller."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def not_compiled(function: F) -> F:
             return function(*args, **kwargs)
         if not uncompiled:
             uncompiled.append(sys.modules["torch"].compiler.disable(function))
-            sys.modules["torch._dynamo"].decorators.skip(call)  # else it compiles this frame for each function anew
+            sys.modules["torch._dynamo"].decorators.skip(call)  # else it compiles this frame again for each function
         return uncompiled[0](*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile reads this attribute

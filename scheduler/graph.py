@@ -77,7 +77,7 @@ class Edge:
             ``((link, seconds), ...)`` or a dict. Default: the transfer shares no link.
         tensors: named tensors of one microbatch, with their layouts on both stages; the simulation does not need them.
         without_gradient: names of tensors that need no gradient. Integer and boolean tensors never have one.
-        passed_on: names of tensors that stage ``src`` sends on as it received them, so that its module does not
+        passed_on: names of tensors that stage ``src`` forwards unchanged from an earlier stage. Its module does not
             return them.
         forward_codec, backward_codec: block codecs of the tensors and of their gradients on the wire; None: raw.
 

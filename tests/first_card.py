@@ -5,10 +5,10 @@ C++ compiler. It uses Triton, CuPy and compute-sanitizer if they are installed. 
 or pip: it builds the package with its build backend and unpacks it next to copies of the tests.
 
 The check that the pipeline engine does not hang runs first. Each check is a separate process with a time limit, and a
-failure does not stop the others. Some run at the same time; those that measure times run alone, at the end. At its limit
-a check is aborted, so that Python prints where each of its ranks was. The whole run ends within five minutes; checks for
-which no time is left are not run. The page of results is written after each check. ``--only NAME`` runs the checks whose
-names contain NAME. With ``--standin`` the script runs without a GPU, on stand-ins for the device.
+failure does not stop the others. Some run at the same time; those that measure times run alone, at the end. At its
+limit a check is aborted, so that Python prints where each of its ranks was. The whole run ends within five minutes;
+checks for which no time is left are not run. The page of results is written after each check. ``--only NAME`` runs the
+checks whose names contain NAME. With ``--standin`` the script runs without a GPU, on stand-ins for the device.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ CHECKS = [
     Check("whole models: FSDP trainer to engines", tests("gpu/test_weights.py"), tests("weights/test_state_dict.py"), 90),
     Check("CuPy arrays", tests("gpu/test_transfers.py", "cupy"), tests("cupy/test_cupy.py"), 60),
     Check(
-        "the packing kernel against its Python reference, every unit", tests("gpu/test_transfers.py", "kernel_matches"),
+        "the packing kernel against its reference implementation, every unit", tests("gpu/test_transfers.py", "kernel_matches"),
         tests("runtime/test_strided_regions.py"), 60,
     ),
     Check(  # in one process

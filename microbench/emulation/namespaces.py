@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def why_unsupported() -> str | None:
-    """Why this machine cannot emulate hosts, and how to change that; None if it can."""
+    """The reason why this machine cannot emulate hosts, and a remedy; None if it can."""
     if sys.platform != "linux":
         return "emulated hosts need Linux namespaces; run the benchmark on real machines with torchrun instead"
     for tool in ("ip", "tc"):

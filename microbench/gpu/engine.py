@@ -1,4 +1,4 @@
-"""A step of the pipeline engine with one stage on one GPU beside a plain loop that accumulates gradients.
+"""A step of the pipeline engine with one stage on one GPU, compared with a plain loop that accumulates gradients.
 
 Both run the same model on the same microbatches, in turns. Bar: the engine takes at most 1.05 times as long.
 """

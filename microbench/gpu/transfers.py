@@ -1,4 +1,4 @@
-"""Movers beside ``torch.distributed`` between ranks that share GPUs, in turns: the wall time and the host's time.
+"""Movers and ``torch.distributed`` compared between ranks that share GPUs: the wall time and the time of the host.
 
 The ranks use sockets, so compare methods and not rates. Bars: the host time of ``start`` and ``wait`` is at most three
 times that of ``dist.send``, and one to three ranks take at most 1.05 times ``dist.broadcast``.

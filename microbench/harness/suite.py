@@ -20,7 +20,7 @@ from microbench.peers.base import are_replicated
 from microbench.peers.registry import PEERS
 from reshard.cost import find_bound, simulate
 from reshard.plan import Plan, Transfers
-from reshard.planner import AUTO, plan_tensors
+from reshard.planner import AUTO, STRATEGIES, plan_tensors
 from reshard.topology import Topology, topology_to_json
 
 #: Limit on the relative change of a link rate during a run, and on its relative difference from the shaped rate.
@@ -32,17 +32,7 @@ DEFAULT_CONTENDERS = (OURS, "send_recv", "local_all_gather", "awex")
 #: Additional default contenders of some suites. They take 5 to 20 times the bound, so other suites omit them.
 ALSO_BY_DEFAULT = {"peers": ("full_tensor + broadcast",), "one to many": ("gloo broadcast",)}
 SLOW_PEERS = ("full_tensor + broadcast", "gloo broadcast")
-ALL_CONTENDERS = (
-    OURS,
-    "send_recv",
-    "local_all_gather",
-    "global_all_gather",
-    "broadcast_naive",
-    "broadcast_size",
-    "broadcast_greedy",
-    "broadcast_search",
-    *PEERS,
-)
+ALL_CONTENDERS = (OURS, *STRATEGIES, *PEERS)
 
 Record = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Rates of the codecs on one core, beside their NumPy references, which the tests folder has.
+"""Rates of the codecs on one core, compared with their NumPy references, which the tests folder has.
 
 Rates count bytes of plain values. A kernel runs on the calling thread.
 """

@@ -1,4 +1,4 @@
-"""Native code beside its Python references, which the tests folder has, and the computation of unit tasks."""
+"""Native code compared with its reference implementations in the tests folder, and the computation of unit tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packing of strided boxes on a GPU: one kernel launch for many boxes beside one ``copy_`` per box.
+"""Packing of strided boxes on a GPU: one kernel launch for many boxes, compared with one ``copy_`` per box.
 
 Each box is a block of columns of a matrix. With longer rows, packing should approach the rate of a contiguous copy.
 """

@@ -1,1 +1,1 @@
-"""Tensor parallelism on grids: bytes on the wire, and times beside the bound."""
+"""Tensor parallelism on grids: bytes on the wire, and times compared with the bound."""

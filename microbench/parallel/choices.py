@@ -1,4 +1,4 @@
-"""The choice of ``choose_grid`` beside measured steps on all grids.
+"""The choice of ``choose_grid``, compared with measured steps on all grids.
 
 Each case trains one layer of the GPT of ``reshard train`` on emulated hosts, on every shape of grid that the ranks can
 form, with the rank order that has the lowest price. Links are calibrated. The rate of a rank is that of a step without

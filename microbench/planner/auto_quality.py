@@ -1,4 +1,4 @@
-"""The choice of the ``auto`` strategy beside all strategies that it chooses from.
+"""The choice of the ``auto`` strategy, compared with all strategies that it chooses from.
 
 For random layout pairs on random topologies, it plans and simulates every strategy that ``auto`` chooses from, and
 compares the best makespan with that of ``auto``. Simulation is skipped if the load of the busiest port already exceeds

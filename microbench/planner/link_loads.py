@@ -1,4 +1,4 @@
-"""How long the links of each class are busy in a plan: inside hosts, NICs in rails, and uplinks of pods."""
+"""Busy times of the links of each class in a plan: inside hosts, NICs in rails, and uplinks of pods."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def from_json(record: Mapping[str, Any]) -> dict[str, ClassLoad]:
 def draw_loads(
     title: str, loads: Mapping[str, ClassLoad], bound_seconds: float, predicted_seconds: float, path: Path
 ) -> None:
-    """Plot the mean and the busiest link of each class, beside the bound and the predicted time.
+    """Plot the mean and the busiest link of each class, with the bound and the predicted time.
 
     Args:
         title: what moves.

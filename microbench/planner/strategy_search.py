@@ -1,4 +1,4 @@
-"""Methods of the strategy search beside each other, and their speed.
+"""Methods of the strategy search compared with each other, and their speed.
 
 All seconds are simulated with estimated times of layers. ``clusters`` compares methods on random clusters; ``families``
 on models where edges matter and where they do not; ``speed`` times the recurrence and the whole search.

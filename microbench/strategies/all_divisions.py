@@ -1,4 +1,4 @@
-"""The choice of the search beside all divisions into stages, measured.
+"""The choice of the search, compared with all divisions into stages, measured.
 
 Six cases: three models of five layers on two clusters of four devices. One step of an even division corrects the
 profile, as ``tune`` does, and the search chooses. Then every division of the layers and devices into at least two
@@ -81,7 +81,7 @@ def describe(training_plan: TrainingPlan) -> str:
 
 
 def run_case(model: AccuracyModel, kind: str) -> tuple[float, float]:
-    """How much slower the choice is than the fastest division, and how many times as fast as Alpa's."""
+    """The slowdown of the choice relative to the fastest division, and its speedup over Alpa's."""
     shaped = topology_from_json(CLUSTERS[kind])
     plain, graph = nominal(shaped), model.graph()
     devices = Cluster(plain, 1e9)

@@ -1,4 +1,4 @@
-"""What the placement of transfers and a true profile gain.
+"""Gains from the placement of transfers, and from a true profile.
 
 A GPT with the proportions of GPT-2 XL (48 layers of width 1600, 1,024 tokens, a head for 50,257 tokens) on two emulated
 hosts of two devices. Devices sleep for the seconds of their layers; tensors cross rate-limited links. The model is that

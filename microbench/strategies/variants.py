@@ -1,4 +1,4 @@
-"""The choice of the search beside six training plans of a U-Net on two local ranks.
+"""The choice of the search, compared with six training plans of a U-Net on two local ranks.
 
 The steps of all training plans are measured in turn, several times, so that other jobs disturb all alike.
 """

@@ -1,4 +1,4 @@
-"""Pipeline schedules of GPT and U-Transformer beside each other on emulated hosts.
+"""Pipeline schedules of GPT and U-Transformer, compared with each other on emulated hosts.
 
 The models are small. Layouts, stage graphs and communication-to-compute ratios are those of the 2023 study, with 64
 microbatches. Settings with real computation have two stages of one device each. Settings with timed computation have

@@ -1,4 +1,4 @@
-"""CPU time of a step of the pipeline engine beside torch's pipeline runtime, on the same schedule.
+"""CPU time of a step of the pipeline engine, compared with torch's pipeline runtime, on the same schedule.
 
 Stages are small, so that most of a step is the work of the runtimes. Both train copies of the same stages on the same
 microbatches, on processes of this machine over Gloo, in turns. The CPU time is that of all threads of a process. Each

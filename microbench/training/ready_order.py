@@ -1,4 +1,4 @@
-"""Steps that compute what has arrived beside steps in planned order, where the times of stages vary.
+"""Steps that compute what has arrived, compared with steps in planned order, where the times of stages vary.
 
 Stages sleep on processes of this machine. Each forward, input-gradient pass and weight-gradient pass takes its mean
 time multiplied by a random factor: normal, with mean 1, and at least 0.1. Both orders run in turns, with the same

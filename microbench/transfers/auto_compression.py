@@ -1,4 +1,4 @@
-"""``compression="auto"`` beside raw transfers at several link rates.
+"""``compression="auto"``, compared with raw transfers at several link rates.
 
 Four hosts with two ranks each move a tensor of fp32 from two hosts to the other two. ``auto`` chooses among the codecs
 by the rates that the ranks measure. ``auto, slowed`` gets the same rates divided by 100, so it should send raw. Raw

@@ -1,4 +1,4 @@
-"""Encoded transfers beside raw ones on emulated hosts.
+"""Encoded transfers, compared with raw ones on emulated hosts.
 
 Four hosts with two ranks each move 64 MiB of fp32 from two hosts to the other two. The contenders of a case run in
 turns. Every receiver checks that it holds, bit for bit, what the codec makes of the values. A row prints the median

@@ -1,4 +1,4 @@
-"""Transfers between processes over loopback, beside hand-written point-to-point code and torch.
+"""Transfers between processes over loopback, compared with hand-written point-to-point code and torch.
 
 Every contender moves the same tensor between the same processes into preallocated outputs. Contenders run in turns of
 a few calls each (A B C A B C). The first turn is a warm-up, and every element is checked after it and after the last

@@ -1,4 +1,4 @@
-"""A model of many tensors inside one host, beside awex, and the prediction after calibration.
+"""A model of many tensors inside one host, compared with awex, and the prediction after calibration.
 
 Four trainer ranks hold a Llama of 75 tensors with FSDP, and four ranks get it with tensor parallelism over two ranks,
 twice, all on this machine. The transfer with which ``hosts --calibrate`` measures the ranks of a host together takes
@@ -35,8 +35,8 @@ from reshard.testing import run_processes
 from reshard.topology import Topology
 
 NUM_RANKS = 8
-#: Strategies beside awex. ``auto`` chooses with the measured rates, and "auto, unmeasured" without them.
-#: "auto, sockets" shares no memory.
+#: Strategies that are compared with awex. ``auto`` chooses with the measured rates, and "auto, unmeasured" without
+#: them. "auto, sockets" shares no memory.
 STRATEGIES = ("auto", "auto, unmeasured", "auto, sockets", "send_recv", "multicast")
 
 

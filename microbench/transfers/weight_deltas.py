@@ -1,4 +1,4 @@
-"""Weights as differences beside whole ones, on emulated hosts.
+"""Weights as differences, compared with whole ones, on emulated hosts.
 
 Four trainer ranks on two hosts each hold a quarter of 64 MiB of bf16 weights. Four engines of one rank on two other
 hosts each need all weights. Between versions, a share of the weights changes by one or two units in the last place. A

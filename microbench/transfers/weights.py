@@ -1,4 +1,4 @@
-"""A whole model from a trainer to engines: ``reshard.weights`` beside what others do with the same shards.
+"""A whole model from a trainer to engines: ``reshard.weights``, compared with what others do with the same shards.
 
 Four trainer ranks on two hosts hold a Llama of 75 tensors with FSDP. Engines of two ranks on other hosts hold it with
 tensor parallelism. ``publish`` is the time from :meth:`reshard.weights.Publisher.publish` until every engine holds the
@@ -6,7 +6,8 @@ version, verified by digests. ``Mover`` and ``send_recv`` move the same tensors 
 sends, without digests or a commit. ``full_tensor + broadcast`` gathers each tensor on the trainer and broadcasts it to
 all engines. Every element of the engines is compared with the trainer's after each method.
 
-``--tiny`` publishes 300 tensors of 4 KiB from 4 ranks to 4 on this machine, beside a Mover of one tensor of their size.
+``--tiny`` publishes 300 tensors of 4 KiB from 4 ranks to 4 on this machine, and compares this with a Mover of one
+tensor of their size.
 """
 
 from __future__ import annotations

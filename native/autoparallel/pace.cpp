@@ -1,5 +1,5 @@
-// best_stages: the recurrence by pace of reshard.scheduler.autoparallel, for one pace. Python reference:
-// tests/reference/pace.py, with the same floating point operations in the same order.
+// best_stages: the recurrence of reshard.scheduler.autoparallel, for one bottleneck time (pace). Reference
+// implementation: tests/reference/pace.py, with the same floating point operations in the same order.
 //
 // A state is (first layer, devices left, class of the first stage) of a suffix of the model, and the end of its first
 // stage if the model has skip connections. For each state, the suffixes on a Pareto front are kept: no other suffix is
@@ -160,8 +160,9 @@ struct Search {
         return is_fast;
     }
 
-    // Finds the states that a plan may pass through: their suffix can be divided into stages that are fast enough and
-    // fit with one microbatch, and so can the layers before it, on the devices before it. All others are skipped.
+    // Finds the states that a plan may pass through. Two conditions hold for such a state: its suffix can be divided
+    // into stages that are fast enough and fit with one microbatch, and so can the layers before the suffix on the
+    // devices before it. All others are skipped.
     void find_states() {
         std::vector<double> most_memory(num_classes, -INFINITE);
         for (int64_t c = 0; c < num_classes; ++c)
@@ -320,5 +321,5 @@ void bind_pace(nb::module_ &m) {
           nb::arg("memory"), nb::arg("received"), nb::arg("sent"), nb::arg("cut_bytes"), nb::arg("factor"),
           nb::arg("priced_at"), nb::arg("priced_forward"), nb::arg("priced_backward"), nb::arg("microbatches"),
           nb::arg("pace"),
-          "The best stages for one pace, as (round trip, excess of gradient sums, [(first, end, devices left, option)]).");
+          "The best stages for one bottleneck time, as (round trip, excess of gradient sums, [(first, end, devices left, option)]).");
 }

@@ -1,4 +1,5 @@
-// Lossless differences of two arrays of words of which many changed. Python reference: tests/reference/codecs/bitmap.py.
+// Lossless differences of two arrays of words of which many changed.
+// Reference implementation: tests/reference/codecs/bitmap.py.
 //
 // A block holds 64 words:
 //   8 bytes            one bit per word, lowest first: whether it changed

@@ -1,5 +1,5 @@
 // Block codecs: 32 values share one scale. An element holds 32, 64 or 128 values: first its scales, then the codes of
-// its values. Python reference: tests/reference/codecs/block_codecs.py.
+// its values. Reference implementation: tests/reference/codecs/block_codecs.py.
 //
 // A power-of-two scale is stored as its biased exponent (E8M0 of the OCP Microscaling formats), so encoding multiplies
 // by an exact power of two and rounds once, to nearest even. The byte 255 marks a block with a NaN or an infinity; all

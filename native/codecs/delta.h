@@ -1,4 +1,4 @@
-// Lossless differences of two arrays of words. Python reference: tests/reference/codecs/delta.py.
+// Lossless differences of two arrays of words. Reference implementation: tests/reference/codecs/delta.py.
 //
 // The stream has one entry per changed word, in order: the number of unchanged words before it as one byte, then its
 // difference. 255 skips 255 words and is followed by another number, without a difference. The difference counts the

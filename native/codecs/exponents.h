@@ -1,5 +1,5 @@
 // Lossless code of bf16 values. Most exponents of a block lie close to the largest one, so 3 bits per value hold the
-// distance to it; sign and mantissa stay as they are. Python reference: tests/reference/codecs/exponents.py.
+// distance to it; sign and mantissa stay as they are. Reference implementation: tests/reference/codecs/exponents.py.
 //
 // A block holds 128 values:
 //   1 byte     the largest exponent

@@ -163,9 +163,9 @@ class Ends {
     LargeArray<double> ends_;
 };
 
-// When each link passes bytes. It passes those of one message after the other, in the order in which they are added. A
-// message that is ready only later leaves a gap, and messages that are added after it fill the gap. Links keep one gap
-// each: the one that arose last.
+// When each link passes bytes. The link passes the bytes of one message after the other, in the order in which messages
+// are added. A message that is ready only later leaves a gap, and messages that are added after it fill the gap. Links
+// keep one gap each: the one that arose last.
 class Links {
   public:
     explicit Links(size_t count) : free_from_(count), gap_from_(count), gap_to_(count) {}
@@ -192,13 +192,14 @@ class Links {
     std::vector<double> free_from_, gap_from_, gap_to_;
 };
 
-// Messages of equal size that begin to flow over a shared link at nearly the same time. They share its rate, so all of
-// them end when the link has passed the last one.
+// Messages of equal size that begin to flow over a shared link at nearly the same time. The messages of a round share
+// the rate of the link. So all end when the link has passed the last one.
 class Rounds {
   public:
     static constexpr int64_t NONE = -1;
     explicit Rounds(size_t links) : latest_(links, NONE) {}
-    // Adds a message whose bytes have passed the link at `end`: to the latest round, or to a new one. Returns the round.
+    // Adds a message whose bytes have passed the link at `end`: to the latest round, or to a new one. Returns the
+    // round.
     int64_t add(int64_t link, double begin, double seconds, int64_t nbytes, double end) {
         const int64_t latest = latest_[link];
         if (latest != NONE && rounds_[latest].nbytes == nbytes &&
@@ -222,13 +223,13 @@ class Rounds {
 };
 
 // The end of the last message if every port passes one message at a time, in the order of the messages. The messages of
-// a queue start in order. A message starts when its queue, its receiver, the messages in its `after` and its ports allow
-// it; a port is busy for the time of the bytes at its own rate, and that of the sender for the latency, too. While a
-// message waits, its ports pass later ones. Links that many ports share (uplinks of pods, and what the ranks of a host
-// share inside it) pass several messages at once: a message ends no earlier than its link has passed all bytes up to it,
-// and those of its round. Copies within a rank take no time. Row r of `ports` has the ports of rank r: out of it and
-// into it inside its host, out of and into its NIC, its pod's uplink in both directions, -1 without pods, and what all
-// ranks of its host share inside it, -1 without a limit.
+// a queue start in order. A message starts when its queue, its receiver, the messages in its `after` and its ports
+// allow it; a port is busy for the time of the bytes at its own rate, and that of the sender for the latency, too.
+// While a message waits, its ports pass later ones. Links that many ports share (uplinks of pods, and what the ranks of
+// a host share inside it) pass several messages at once: a message ends no earlier than its link has passed all bytes
+// up to it, and those of its round. Copies within a rank take no time. Row r of `ports` has the ports of rank r: out of
+// it and into it inside its host, out of and into its NIC, its pod's uplink in both directions, -1 without pods, and
+// what all ranks of its host share inside it, -1 without a limit.
 double flow_serially(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints after_at, Ints after, Floats delay,
                     Ints host_of, Table ports, Floats rate, Ints ahead, double latency_across, double latency_inside) {
     constexpr int OUT = 0, IN = 1, EGRESS = 2, INGRESS = 3, UP = 4, DOWN = 5, SHARED = 6, COLUMNS = 7;

@@ -122,8 +122,8 @@ class Sharing {
             f(flows_[i]);
     }
 
-    // Finds the tightest port with a heap; the Python reference scans all ports and flows. Returns false if no prices
-    // fit.
+    // Finds the tightest port with a heap. The reference implementation scans all ports and flows. Returns false if no
+    // prices fit.
     bool share_single_bottlenecks(const std::vector<Path> &paths, const std::vector<double> &capacity) {
         heap_.clear();
         for (const int64_t number : used_) {

@@ -1,4 +1,4 @@
-// Rates of transfers that share links. Python twin: scheduler/simulation/channels.py.
+// Rates of transfers that share links. Reference implementation: scheduler/simulation/channels.py.
 
 #pragma once
 

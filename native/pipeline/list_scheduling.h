@@ -1,5 +1,5 @@
-// List scheduling: runs a pipeline forward in time, and lets each idle row start its most urgent computation. Python
-// twin: tests/reference/list_scheduling.py.
+// List scheduling: runs a pipeline forward in time, and lets each idle row start its most urgent computation.
+// Reference implementation: tests/reference/list_scheduling.py.
 
 #pragma once
 
@@ -71,8 +71,8 @@ class ListScheduler {
         return true;
     }
 
-    // Whether the row may keep one more microbatch of a stage. Each later stage of the row must be able to go on: it
-    // keeps a microbatch, which it will finish, or there is room for one.
+    // Whether the row may keep one more microbatch of a stage. Each later stage of the row must be able to go on.
+    // Either it keeps a microbatch, which it will finish, or there is room for one.
     bool has_room(int64_t stage) const {
         const State &at = states_[stage];
         if (at.forwards - at.finished >= policy_.max_in_flight[stage])

@@ -1,5 +1,5 @@
 // The end of each stage in an order of computations, with transfers at the places that reshard.scheduler gives them.
-// Python twin: simulate_schedule(add_transfers(...)), in scheduler/simulation/replay.py and
+// Reference implementation: simulate_schedule(add_transfers(...)), in scheduler/simulation/replay.py and
 // scheduler/ir/communication.py.
 
 #pragma once

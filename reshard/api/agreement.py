@@ -50,7 +50,7 @@ LOCAL_OPTIONS = ("timeout_seconds", "topology")
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks of a call have agreed on.
+    """The result of the second step: the inputs, options and lost ranks on which the ranks of a call have agreed.
 
     Attributes:
         inputs: inputs of this rank, checked. If the transfer runs on copies in host memory, they hold the copies.

@@ -21,17 +21,17 @@ from reshard.runtime.cuda.nccl_library import NcclError
 from reshard.runtime.cuda.stream import Mark, StreamRunner, is_capturing
 from reshard.timeouts import check_wait_timeout
 
-#: How long process exit waits for transfers in progress.
+#: Time that the exit of the process waits for transfers in progress.
 EXIT_SECONDS = 5.0
 #: Polling interval of :meth:`StreamHandle.synchronize`.
 SYNCHRONIZE_SECONDS = 0.0002
 
 
 class Watch:
-    """A transfer in progress, as the threads see that run it and watch over it.
+    """State of a running transfer, shared by its worker and monitor threads.
 
-    It holds no result and no ``finish`` of the handle. So if the user drops the handle, the handle is gone at once,
-    and nobody will wait for the result.
+    The state refers neither to the handle nor to its result. So a handle that the user drops is freed at once, although
+    the transfer continues.
 
     Attributes:
         call_group: the ranks that take part.
@@ -185,7 +185,7 @@ class Handle:
 
 
 class PostingQueue(Protocol):
-    """What posts the transfers of a Mover, and waits for them."""
+    """The queue that posts the transfers of a Mover, and waits for them."""
 
     def wait_for(self, transfer: PostedTransfer) -> None:
         """Block until a transfer has ended. Raises its error."""
@@ -426,7 +426,7 @@ class StreamWatch(Watch):
     def _stop_unless_explained(self, error: Exception) -> None:
         """End the transfer with an error of NCCL, unless a cause is published soon.
 
-        NCCL does not say which rank is gone, and a rank that aborts looks to others like one that is gone.
+        NCCL does not name the rank that is gone, and to the other ranks a rank that aborts looks like one that is gone.
         """
         now = time.monotonic()
         self._broken_at = now if self._broken_at is None else self._broken_at

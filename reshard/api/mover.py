@@ -51,7 +51,7 @@ class _PlainShards:
 
     @classmethod
     def of(cls, plan: Plan, rank: int) -> _PlainShards | None:
-        """Those of a plan of named tensors, each of which the rank has on the same sides; None for any other."""
+        """The shards of a rank. None if a tensor has no name or a codec, or if a side lacks some of the tensors."""
         names = tuple(spec.name for spec in plan.tensors if spec.name is not None)
         if len(names) < len(plan.tensors) or any(spec.codec is not None for spec in plan.tensors):
             return None
@@ -247,7 +247,10 @@ class Mover:
         return handle
 
     def _read(self, tensor: Any, out: Any, base: Any, owner: object = None) -> MoverArrays:
-        """The arrays of a transfer, checked. Transfers of ``owner`` may use them: they end before this one begins."""
+        """The arrays of a transfer, checked.
+
+        Transfers of ``owner`` may still use these arrays, because they end before this transfer begins.
+        """
         names = [spec.name for spec in self.plan.tensors]
         sources = self._reader.sources(self.plan.by_tensor(tensor))
         bases = [
@@ -263,7 +266,7 @@ class Mover:
         return MoverArrays(on_host[0], on_host[1], outs, results, on_host[2])
 
     def _results(self, tensor: Any, arrays: MoverArrays) -> Any:
-        """What a transfer returns: the destination shards, or the DTensors that the caller passed as ``out``."""
+        """The results of a transfer: the destination shards, or the DTensors that the caller passed as ``out``."""
         for host, result in zip(arrays.targets, arrays.results, strict=True):
             if self._is_copied and host is not None and result is not None:
                 to_device(host, result.device, result)

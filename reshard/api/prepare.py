@@ -154,7 +154,7 @@ def _topology_of(agreement: Agreement) -> Topology:
 def _tensors_on_wire(
     agreement: Agreement, raw: Collection[str], buckets: Sequence[TensorSpec]
 ) -> tuple[Sequence[TensorSpec], Callable[[Sequence[TensorSpec]], Plan]]:
-    """What a call moves, and a function that plans it. Arguments as of :func:`agree_on_plan`."""
+    """The tensors that a call moves, and a function that plans them. Arguments: see :func:`agree_on_plan`."""
     inputs, options, topology = agreement.inputs, agreement.inputs.options, _topology_of(agreement)
     strategy, staging_bytes = options["strategy"], options["staging_bytes"]
     plan = functools.partial(plan_tensors, strategy=strategy, topology=topology, staging_bytes=staging_bytes)

@@ -38,8 +38,8 @@ _MAX_UNQUEUED = 32
 class QueuedTransfers:
     """The transfers of one plan over the connections of a call group, in the order in which they were started.
 
-    A transfer that :meth:`post` starts moves without a thread. The thread waits for it once the caller does: if it
-    waited before, each transfer would wake it twice while the caller computes.
+    A transfer that :meth:`post` starts moves without a thread. The thread begins to wait for the transfer when the
+    caller does. An earlier wait would wake the thread twice in each transfer while the caller computes.
 
     Args:
         agreed: the plan and this rank's part of it.
@@ -132,8 +132,8 @@ class QueuedTransfers:
         """Post all operations of a transfer that need no thread to start. For ``marks_ends``: see DirectProgram.
 
         Returns:
-            The operations, or the error of posting them. None if the thread must post them: it is to run a transfer
-            that it posts itself, or they cannot all be posted at once.
+            The operations, or the error of posting them. None if the thread must post them, because it has yet to run
+            an earlier transfer, or because the operations cannot all be posted at once.
         """
         is_behind = self._queued is not None and not self._queued.done.is_set()
         if self._direct is None or is_behind or not self._direct.fits(src, dst):
@@ -383,7 +383,10 @@ class _PostedWatch(Watch):
 
 
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:
-    """Run transfers one after another. Between them the thread holds no reference to them, so they can be freed."""
+    """Run transfers one after another.
+
+    Between two transfers the thread holds no reference to either, so that both can be freed.
+    """
     while (job := jobs.get()) is not None:
         transfers, watch, src, dst, posted = job
         if isinstance(watch, _PostedWatch):

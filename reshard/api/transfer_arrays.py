@@ -163,7 +163,7 @@ def finish_call(
 
 
 def wrap_results(items: Sequence[Item], targets: Sequence[torch.Tensor | None], decision: Decision) -> Any:
-    """What a call returns: the destination shards, as DTensors where the caller uses those."""
+    """The results of a call: the destination shards, as DTensors where the caller uses DTensors."""
     results = {}
     for item, target in zip(items, targets, strict=True):
         array = item.on_device(target)

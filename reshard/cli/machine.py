@@ -20,7 +20,7 @@ SHM_BYTES = 1 << 30
 
 
 def can_run_jobs() -> bool:
-    """Whether processes of this machine can import torch and reach each other, which the other checks of a job need."""
+    """Whether processes of this machine can import torch and reach each other. The other checks of a job need both."""
     return why_torch_fails() is None and not _examine_loopback()
 
 
@@ -53,7 +53,7 @@ def examine_installation() -> tuple[list[str], list[str]]:
             )
     torch = versions.get("torch")
     if torch is not None and (reason := why_torch_fails()) is not None:
-        problems.append(f"torch {torch} cannot be imported: {reason}; install it anew")
+        problems.append(f"torch {torch} cannot be imported: {reason}; install it again")
         torch = None
     if sys.version_info >= FIRST_UNTRIED_PYTHON:
         lines.append(f"Python {'.'.join(map(str, FIRST_UNTRIED_PYTHON))} and later have not been tried")
@@ -87,7 +87,7 @@ def _version(package: str) -> str | None:
 
 
 def why_torch_fails() -> str | None:
-    """Why torch cannot be imported; None if it can."""
+    """The reason why torch cannot be imported; None if it can."""
     try:
         import torch  # noqa: F401
     except Exception as error:  # for example, the dynamic linker does not find a library

@@ -330,7 +330,12 @@ def _describe_size(plan: Plan) -> str:
 
 
 def describe_model_plan(planned: ModelPlan, *, lists_classes: bool = True) -> str:
-    """What the plan of a model moves; ``lists_classes``: also by class of tensors: equal shape, dtype and layouts."""
+    """A summary of the plan of a model.
+
+    Args:
+        planned: the plan.
+        lists_classes: whether to list classes of tensors, too: tensors of equal shape, dtype and layouts.
+    """
     plan, model = planned.plan, planned.model
     across, inside, copied = plan.bytes_moved()
     shards = [format_bytes(_max_shard_bytes(plan, side)) for side in ("src", "dst")]

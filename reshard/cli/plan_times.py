@@ -18,7 +18,7 @@ NUM_MOMENTS = 80
 MAX_PAIRS = 32
 #: Most spans of the time chart. Spans of one pair of hosts are joined until there are no more.
 MAX_SPANS = 4000
-#: Two messages of one pair of hosts are drawn as one if the gap between them is at most this fraction of the time axis.
+#: Gap between two messages of one pair of hosts, as a fraction of the time axis, up to which both are drawn as one.
 _GAP = 0.002
 _ROW_HEIGHT, _MIN_LANE_HEIGHT, _AREA_HEIGHT = 9, 12, 20
 _NUM_TICKS = 4
@@ -75,9 +75,9 @@ def write_progress(boxes: HostBoxes, traffic: Traffic, progress: np.ndarray, sec
 def draw_times(
     boxes: HostBoxes, traffic: Traffic, timeline: Timeline, progress: np.ndarray, bound_seconds: float
 ) -> str:
-    """What the lanes show, and one lane for what each box sends and one for what it receives.
+    """A chart of times as HTML: a heading, and two lanes for each box, one for its sends and one for its receives.
 
-    Lanes of few hosts show their messages; otherwise how much of the rate of its NICs a box uses.
+    With few hosts, a lane shows messages. With many, it shows the used fraction of the rate of the box's NICs.
     """
     end = max(timeline.makespan_seconds, bound_seconds) or 1.0
     lanes: list[tuple[int, int]] = []

@@ -1,7 +1,7 @@
 """The lossless format ``bitmap``: which words changed since a base, and one byte for each change.
 
-``native/codecs/bitmap.h`` describes the format. It is smaller than :mod:`reshard.codecs.delta` where many words
-changed: a word takes one bit if it kept its value and nine if it moved by less than 128 units in the last place.
+``native/codecs/bitmap.h`` describes the format. The format is smaller than :mod:`reshard.codecs.delta` if many words
+changed. An unchanged word takes one bit. A word that moved by less than 128 units in the last place takes nine.
 """
 
 from __future__ import annotations

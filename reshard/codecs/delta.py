@@ -2,8 +2,8 @@
 
 One byte counts the unchanged words before each changed one, and one byte holds the difference in units in the last
 place; ``native/codecs/delta.h`` describes the format. If 1 % of bf16 values change by a few units, the differences are
-97 times smaller than the array. An encoded array begins with a byte that tells whether differences or the plain bytes
-follow, so it never has more than :data:`HEADER_BYTES` bytes in addition to the plain ones.
+97 times smaller than the array. The first byte of an encoded array says whether differences or the plain bytes follow.
+So an encoded array has at most :data:`HEADER_BYTES` bytes more than the plain one.
 """
 
 from __future__ import annotations

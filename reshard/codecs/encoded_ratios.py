@@ -20,7 +20,7 @@ BITS_PER_RARE_CHANGE = 10
 
 @dataclass(frozen=True)
 class Sample:
-    """What a sample of a tensor says about its changes.
+    """Statistics of the changes of a tensor, estimated from a sample of its words.
 
     Attributes:
         changed: share of the words that changed.

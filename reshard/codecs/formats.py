@@ -1,7 +1,8 @@
-"""The lossless formats of a piece of a tensor: one record for each, and the one function that reads them all.
+"""The lossless formats of a piece of a tensor: one record for each format, and one function that reads all formats.
 
-A piece begins with a byte that names its format. If a format would need more bytes than the plain ones, its encoder
-writes those, after the header of ``raw``. A format whose name callers may pass as ``compression=`` is a lossless codec.
+The first byte of an encoded piece names its format. If encoding would make the piece larger, the encoder writes the
+plain bytes after the header of ``raw``. Some formats are also lossless codecs: callers pass their names as
+``compression=``.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from reshard.codecs.exponents import DTYPE, EXPONENTS, decode_exponents, encode_
 from reshard.codecs.xor_planes import XOR_PLANES, decode_planes, encode_planes, zstd_version
 from reshard.errors import ArgumentError
 
-#: Distance, in blocks of 64 bytes, of the blocks that tell whether a piece is dense.
+#: One block of 64 bytes is sampled out of this many, to decide whether a piece is dense.
 SAMPLED_BLOCKS = 64
-#: Time in which zstd sets up its state, once for encoding and once for decoding. It is much for one small piece.
+#: Time in which zstd sets up its state, once for encoding and once for decoding. For one small piece this is long.
 ZSTD_SECONDS = 2.5e-4
 
 

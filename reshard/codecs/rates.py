@@ -1,4 +1,4 @@
-"""How fast this process encodes and decodes."""
+"""Measured rates of encoding and decoding in this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_WORDS, NUM_PIECES = 2**19, 3
 def measure_rates(codec: BlockCodec) -> tuple[float, float]:
     """Bytes of plain fp32 values that one thread encodes and decodes per second, on average over a short time.
 
-    Call it on all ranks at once: where ranks share cores or memory, they share them while they are timed, too.
+    Call this on all ranks at once. Ranks that share cores or memory then also share them while they are timed.
     """
     plain = np.random.default_rng(0).standard_normal(NUM_VALUES, dtype=np.float32)
     encoded = np.empty(codec.nbytes(plain.shape), dtype=np.uint8)

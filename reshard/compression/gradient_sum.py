@@ -142,7 +142,7 @@ class GradientSum:
         self.sum(gradients)
 
     def sum(self, gradients: Mapping[str, torch.Tensor], known_error: ArgumentError | None = None) -> None:
-        """As a call; ``known_error`` is what this rank already knows to be wrong, and is raised on all ranks."""
+        """Sum as a call does. ``known_error`` is an error that this rank has found before; all ranks raise it."""
         failure, given, is_mapping = None, [], isinstance(gradients, Mapping)
         try:
             if known_error is not None:
@@ -219,8 +219,8 @@ class GradientSum:
     def _compare(self, given: list[tuple[str, str, list[int]]], failure: str | None) -> None:
         """Raise the same error on all ranks unless all pass the same gradients and no rank has a ``failure``.
 
-        Collectives of unequal sizes would abort the process, and a rank that leaves a sum would take part in the next
-        one while others are still in this one. The group of the caller may be in use by another thread.
+        Otherwise, collectives of unequal sizes would abort the process, and a rank that leaves a sum would enter the
+        next sum while others are still in this one. The group of the caller may be in use by another thread.
         """
         signature = tuple((name, dtype, *shape) for name, dtype, shape in given)
         digest = 0 if failure else self._hash_of(signature)

@@ -1,4 +1,4 @@
-"""Which codec each parallel dimension of a training job uses on the wire."""
+"""Compression policies: the codec of each parallel dimension of a training job."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What each codec would do to the tensors of a run, and the policy that follows.
+"""Errors and ratios of each codec on the tensors of a run, and the policy that follows from them.
 
-A dump is a folder with one folder ``step-XXXXXXXX`` per dumped step and one file ``rank-N.pt`` in it per rank, which
-``reshard train --dump-tensors`` or ``torch.save`` writes: ``{kind: {name: tensor}}``, and under ``"dimensions"`` the
-dimensions of a policy that the rank has.
+A dump is a folder with one folder ``step-XXXXXXXX`` per dumped step, and in it one file ``rank-N.pt`` per rank.
+``reshard train --dump-tensors`` or ``torch.save`` writes these files. A file holds ``{kind: {name: tensor}}``, and
+under ``"dimensions"`` the dimensions of a policy that the rank has.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIN_VALUES = 1024
 
 @dataclass(frozen=True)
 class CodecReport:
-    """What a codec does to all tensors of a kind.
+    """Errors and ratio of a codec on all tensors of a kind.
 
     Attributes:
         error: L2 norm of the error over that of the values.

@@ -1,4 +1,4 @@
-"""How ranks find each other, agree on each call, and detect failures.
+"""Coordination of ranks: rendezvous, agreement on each call, and failure detection.
 
 Imports :mod:`reshard.runtime` and the packages below it.
 """

@@ -1,4 +1,4 @@
-"""Call groups: what the ranks of one call share, which is agreement rounds, error reports, and transports.
+"""Call groups: the agreement rounds, error reports and transports that the ranks of one call share.
 
 Only the ranks of the call take part. They agree in rounds (see :mod:`reshard.coordination.rendezvous`). The first
 error of a transfer is published in the store, under ``u/<members>/error/<generation>``.
@@ -46,7 +46,8 @@ from reshard.runtime.transport.connections import Connections, GlooTransport
 REPORT_SECONDS = 1.0
 #: Grace period after a broken connection for another rank to report the root cause.
 GLOO_ROOT_CAUSE_GRACE_SECONDS = 0.6
-#: Grace period of a rank whose connections over NCCL broke. It cannot say which rank is gone.
+#: Grace period after a broken NCCL communicator for another rank to report the root cause. NCCL does not name the rank
+#: that is gone.
 NCCL_ROOT_CAUSE_GRACE_SECONDS = 2.0
 #: Maximum number of cached plans per call group.
 MAX_CACHED = 32
@@ -203,8 +204,8 @@ class CallGroup:
     ) -> ReshardError | BrokenConnectionError:
         """The root cause of a broken connection, after a grace period for another rank to report it.
 
-        A rank that loses a connection closes its others too. So following which rank lost which leads to the one rank
-        that lost none, which is the dead one.
+        A rank that loses a connection closes its others too. So follow the reports from each rank to the rank that it
+        lost. The chain ends at a rank that lost none: the dead rank.
 
         Args:
             wait: waits for a number of seconds; returns true early if an error is reported.
@@ -237,7 +238,7 @@ class CallGroup:
         return self.record_error(generation, self._parse_error(key, self._store.get(key)))
 
     def explain_timeout(self, number: int) -> str:
-        """Which members have not started the transfer on a GPU that is the ``number``-th of this rank, as text."""
+        """The members that have not started the GPU transfer with this ``number``, as text."""
         others = [rank for rank in self.members if rank != self.group.rank]
         try:
             late = find_late(self.group.store, others, self.key, number)
@@ -282,7 +283,7 @@ class CallGroup:
 
 
 def _root_cause_seconds(error: Exception) -> float:
-    """How long another rank may take to report why it closed its connections, after this error while ranks connect."""
+    """The time that another rank gets to report why it closed its connections, after this error while ranks connect."""
     if isinstance(error, NcclError):
         return NCCL_ROOT_CAUSE_GRACE_SECONDS
     return (

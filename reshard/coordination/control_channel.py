@@ -1,9 +1,9 @@
 """Small messages between the ranks of a call group, in a star: every rank sends to the first rank, which answers all.
 
-The first rank, called the hub, listens on a socket and publishes its address and a nonce in the store. The other
-ranks, called spokes, connect to it and prove that they may. The proof is the nonce, or its HMAC with the secret of the
-job in the environment variable ``RESHARD_SECRET``. A frame is a length and JSON. Waiting is split into short slices so
-that a rank can check for errors in between.
+The first rank, called the hub, listens on a socket and publishes its address and a nonce in the store. The other ranks,
+called spokes, connect to the hub and prove that they are allowed to. The proof is the nonce, or its HMAC with the
+secret of the job in the environment variable ``RESHARD_SECRET``. A frame is a length and JSON. Waiting is split into
+short slices so that a rank can check for errors in between.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class _Peer:
     def is_lost(self) -> bool:
         """Whether the other side alone has closed the connection.
 
-        A process that ends closes its side, while its monitor may still ask: that says nothing about the other side.
+        A process that ends closes its own side, and its monitor may still look: this does not show that the other side
+        is gone.
         """
         return self.is_closed() and self.connection.fileno() >= 0
 

@@ -1,4 +1,7 @@
-"""A collective of values that JSON can hold. Those of torch for objects pickle them, so that a message can run code."""
+"""A collective of values that JSON can hold.
+
+Torch's collectives of objects use pickle. With them, a message of another rank could run code.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Links:
         return next((end.reason for end in (self.hub, self.spoke) if end is not None and end.reason), None)
 
     def close(self) -> None:
-        """Say goodbye and close, so that the other ranks know that this rank left on purpose, and after which error."""
+        """Send a goodbye and close. The other ranks then know that this rank left on purpose, and after which error."""
         for end in (self.hub, self.spoke):
             if end is not None:
                 end.close(self.reason)

@@ -6,15 +6,15 @@ The first member waits no longer than the shortest timeout of any member. A memb
 first member, and leaves only if it then gets no answer. A rank that leaves while the others stay marks the members as
 out of sync (see :mod:`reshard.coordination.liveness.membership`).
 
-Words for a member that does not take part:
+States of a member that does not take part in a call:
 
-- missing or absent: its request has not arrived.
-- withdrawn: it took its request back, because its deadline passed or its call failed.
-- left: it ended a call in which the others still wait. It counts that call, and they do not yet.
-- lagging: it still waits in a call that another member has left.
-- gone: its connection to the first member ended.
-- dead: gone, or without a process or heartbeats.
-- lost: dead, and the members have agreed in the store to continue without it.
+- missing or absent: the request of the member has not arrived.
+- withdrawn: the member took its request back, because its deadline passed or its call failed.
+- left: the member ended a call in which the others still wait. It counts that call already, and the others do not.
+- lagging: the member still waits in a call that another member has left.
+- gone: the connection from the member to the first member ended.
+- dead: the member is gone, or its process or its heartbeats have ended.
+- lost: the member is dead, and the others have agreed in the store to continue without it.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ from reshard.runtime.transport.descriptors import check_descriptors, is_descript
 
 #: Interval at which a waiting rank publishes what it waits for and reads the status of absent ranks.
 RENDEZVOUS_CHECK_INTERVAL_SECONDS = 0.2
-#: How long a rank waits for the first member's answer after its own deadline. Fault-tolerant calls wait less, because
-#: they can continue without the first member.
+#: Time that a rank waits for the first member's answer after its own deadline. A fault-tolerant call waits less: it can
+#: continue without the first member.
 ANSWER_SECONDS, FAULT_TOLERANT_ANSWER_SECONDS = 1.5, 1.0
-#: A rank without an open connection whose heartbeat is this old is asked whether its process exists.
+#: If a rank has no open connection and its heartbeat is this old, other ranks check whether its process exists.
 PROBE_AGE_SECONDS = 1.5
 
 
@@ -283,7 +283,7 @@ class Rendezvous:
                 raise ExcludedError(self.group)
 
     def _decide_as_hub(self, hub: Hub, args: _RoundArgs) -> Decision:
-        """What the first member answers: the decision on all requests, or why there is none."""
+        """The answer of the first member: the decision on all requests, or the error that prevents one."""
         request = args.request
         try:
             self._wait_for_requests(hub, args)
@@ -402,9 +402,9 @@ class Rendezvous:
     ) -> None:
         """Pump until ``is_done()``; periodically publish this rank's status and check that of the absent ranks.
 
-        After a pause of this process, or of the store in a fault-tolerant call, the wait lasts ``RESUME_SECONDS`` more
-        at least, because this rank may have missed that the others came. An overloaded machine looks like a paused
-        process, so ``MAX_HEARTBEAT_AGE_SECONDS`` of waiting after the deadline are enough.
+        After a pause of this process, or of the store in a fault-tolerant call, the wait lasts at least
+        ``RESUME_SECONDS`` more, because the others may have come during the pause. An overloaded machine looks like a
+        paused process, so ``MAX_HEARTBEAT_AGE_SECONDS`` of waiting after the deadline are enough.
 
         Raises:
             DeadlineError: the deadline passed. EOFError: the first member is dead, in a fault-tolerant call.
@@ -463,7 +463,7 @@ class Rendezvous:
             raise rank_gone_error(rank, why)
 
     def _check_absent(self, rank: int, fault_tolerant: bool) -> None:
-        """Raise if ``rank`` waits for this rank in another call or has left this one; record it if it is dead."""
+        """Raise an error if ``rank`` waits for this rank in another call or has left this call. Record a dead rank."""
         key = f"status/{rank}"
         status = self.group.store.read(key, RankStatus.from_json) if self.group.store.check([key]) else None
         if status is not None and not (fault_tolerant and is_reported_dead(status)):
@@ -529,7 +529,7 @@ class Rendezvous:
                 return Decision(lost=lost, generation=args.request.generation)
 
     def _store_limit(self, args: _RoundArgs, deadline: float) -> float:
-        """How long to wait for the store: in a fault-tolerant call, a silent store delays the deadline."""
+        """The time to wait for the store. In a fault-tolerant call, a silent store delays the deadline."""
         return max(deadline - time.monotonic(), LOST_STORE_SECONDS if args.fault_tolerant else 0.0)
 
     def find_dead(self) -> list[int]:

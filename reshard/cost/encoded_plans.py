@@ -100,7 +100,7 @@ class _EncodedRuns:
         return cls(rank, work * share[rank] * seconds_per_byte[of], message, number[of_message.ravel()])
 
     def finish(self, order: np.ndarray, ready: np.ndarray | None = None) -> np.ndarray:
-        """When each run is encoded if a rank encodes one after another.
+        """The time at which each run is encoded, if a rank encodes one run after another.
 
         Args:
             order: ``(runs,)`` numbers by which a rank sorts its runs.

@@ -1,4 +1,4 @@
-"""What a plan takes beyond the bound of its bytes, by cause, and what would make it faster."""
+"""The time of a plan beyond the bound of its bytes, divided by cause, and advice that would make the plan faster."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from reshard.formatting import format_bytes, format_seconds
 from reshard.plan import Plan
 from reshard.topology import INSIDE_MESSAGE_SECONDS, MESSAGE_SECONDS, Topology
 
-#: A cause is named if it makes at least this fraction of the predicted time.
+#: A report names a cause that makes at least this fraction of the predicted time.
 _NOTABLE = 0.02
-#: No plan of its kind is faster, if a plan takes at most this many times the bound of the kind.
+#: A plan within this factor of its lower bound counts as optimal.
 _AT_BOUND = 1.01
 
 
 @dataclass(frozen=True)
 class Excess:
-    """The seconds of a plan beyond the bound of its bytes, by cause.
+    """The seconds of a plan beyond the bound of its bytes, divided by cause.
 
     Attributes:
-        latency: seconds that the plan does not take without latencies.
-        inside: seconds of the rest, which it does not take with unlimited rates inside hosts.
-        waiting: seconds that are left, in which messages wait for each other.
+        latency: seconds that the plan saves on the same network without latencies.
+        inside: further seconds that it saves if rates inside hosts are also unlimited.
+        waiting: the rest, in which messages wait for each other.
     """
 
     latency: float

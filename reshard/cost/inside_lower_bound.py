@@ -16,8 +16,8 @@ def bound_inside(tensors: Sequence[TensorSpec], topology: Topology) -> tuple[flo
     """Seconds that no plan without relays can beat, and the rank or host that sets them, in words.
 
     Without relays, such a region reaches each rank of the host that lacks it inside this host. The seconds are the
-    larger of the bytes that reach a rank over ``inside_bytes_per_second``, and of the bytes that reach all ranks of a
-    host over ``inside_total_bytes_per_second``; 0 where the topology has no such rate.
+    larger of two times: the bytes that reach a rank over ``inside_bytes_per_second``, and the bytes that reach all
+    ranks of a host over ``inside_total_bytes_per_second``. A time is 0 if the topology has no such rate.
     """
     of_rank, total = topology.inside_bytes_per_second, topology.inside_total_bytes_per_second
     if of_rank is None and total is None:
@@ -40,7 +40,7 @@ def bound_inside(tensors: Sequence[TensorSpec], topology: Topology) -> tuple[flo
 
 
 def _add_bytes(reaches: np.ndarray, spec: TensorSpec, host: np.ndarray) -> None:
-    """Add the bytes of one tensor that reach each rank inside its host, of regions that are on this host only."""
+    """Add the bytes of one tensor that reach each rank inside its host. Only regions on this host alone count."""
     tasks, (src, dst) = spec.tasks, (spec.src_shards.ranks, spec.dst_shards.ranks)
     src_host, dst_host = _hosts_of_tiles(src, host)[tasks.src_tile], _hosts_of_tiles(dst, host)[tasks.dst_tile]
     here = np.flatnonzero((src_host >= 0) & (src_host == dst_host))

@@ -31,7 +31,7 @@ class LatencyBounds:
 
     Attributes:
         any_plan_seconds: no plan takes less, whatever it relays, gathers or merges.
-        unmerged_seconds: no plan takes less that has no relays and whose messages carry bytes of one unit task each.
+        unmerged_seconds: bound on plans without relays whose messages carry bytes of one unit task each.
             Exchanges of equal parts reach it.
     """
 
@@ -159,12 +159,12 @@ class _Problem:
         return seconds
 
     def seconds_of_exchanges(self) -> float:
-        """What one host sends to one other goes in a message between them, or passes a third host as well."""
+        """The bound of exchanges: data from one host to another goes in a message between them, or via a third host."""
         exchange = _Exchange.of(self)
         return max(map(exchange.seconds, exchange.weights()))
 
     def seconds_of_unit_tasks(self) -> float:
-        """As the bound of bytes, where each unit task that passes a port also takes one latency there."""
+        """The bound of bytes, to which each unit task that passes a port adds one latency there."""
         overhead = min(self.overhead_bytes.values())
         work = {key: nbytes + count * overhead for key, (nbytes, count) in self.demand.items()}
         egress = {host: rates.egress_bytes_per_second for host, rates in self.rates.items()}
@@ -275,7 +275,10 @@ class _Exchange:
         )
 
     def weights(self) -> list[float]:
-        """Weights of senders from 0 to 1: evenly spaced ones, and those where a part costs as much either way."""
+        """Weights of senders from 0 to 1.
+
+        These are evenly spaced weights, and weights at which a part costs as much directly as via a third host.
+        """
         shares = set(np.linspace(0.0, 1.0, 17).tolist())
         slowest = float(self.relay_into.max())
         heaviest = (array[:_MAX_WEIGHTS].tolist() for array in (self.part, self.overhead_seconds))

@@ -1,4 +1,4 @@
-"""The lower bound on the time of a plan that its links set, and the links that set it."""
+"""The lower bound on the time of a plan by the rates of links, and the links that set the bound."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def find_bound(problem: Plan | Sequence[TensorSpec], topology: Topology | None =
                               sum of x[k, h] over k             <= egress[h] * T
                               bytes that host h needs           <= ingress[h] * T
 
-    Schedules without relays reach the bound in the limit. If sources and destinations share no host and no receiver
-    sends slower than it receives, the bound is the larger of two values that are computed exactly: the longest arrival,
-    and the shortest possible time of the busiest sender.
+    Schedules without relays reach the bound in the limit. Two values suffice if sources and destinations share no host
+    and no receiver sends slower than it receives. The bound is then the larger of the longest arrival and the shortest
+    possible time of the busiest sender, both exact.
 
     Raises:
         ArgumentError: tensors without a topology. TopologyError: the topology lacks a rank.

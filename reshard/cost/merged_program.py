@@ -1,10 +1,15 @@
 """Solve a linear program after its equal variables and equal rows are merged.
 
-Regular layouts make programs with few kinds of variables and rows. Colours are refined until all variables of one
-colour have equal sums of coefficients in the rows of each colour, and all rows of one colour in the variables of each
-colour. Then some optimum has one value per colour of variables: the average of any optimum over each colour satisfies
-all rows at the same cost (Grohe, Kersting, Mladenov and Selman, "Dimension Reduction via Colour Refinement", 2014). So
-one variable and one row per colour have the same optimum.
+Regular layouts make programs with few kinds of variables and rows. The method is colour refinement (Grohe, Kersting,
+Mladenov and Selman, "Dimension Reduction via Colour Refinement", 2014):
+
+1. Give variables of equal cost one colour, and rows of equal right side and kind one colour.
+2. Split a colour of variables if two of its variables have different sums of coefficients over the rows of some colour.
+   Split colours of rows in the same way, by sums over variables. Repeat until no colour is split.
+3. Keep one variable and one row for each colour, and solve this smaller program.
+
+Both programs have the same optimum. Take any optimum of the large program, and replace each variable by the mean of its
+colour: the result satisfies all rows at the same cost.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ MIN_VARIABLES = 2_000
 class LinearProgram:
     """Minimise ``cost @ x`` for x >= 0, where ``A @ x <= right``, or ``== right`` in rows with ``is_equal``.
 
-    ``A`` has the coefficient ``value[i]`` in row ``row_at[i]`` and column ``column_at[i]``; no place is listed twice.
+    ``A`` has the coefficient ``value[i]`` in row ``row_at[i]`` and column ``column_at[i]``. No entry is listed twice.
     """
 
     cost: np.ndarray
@@ -110,7 +115,7 @@ def _mix(color: np.ndarray, value: np.ndarray) -> np.ndarray:
 
 
 def _merge(program: LinearProgram, row_color: np.ndarray, column_color: np.ndarray) -> LinearProgram | None:
-    """The program with one row and one variable per colour; None if the colours are not as the theorem needs them."""
+    """The program with one row and one variable per colour; None if the colours do not satisfy the theorem."""
     by_row = _sums(program.row_at, column_color[program.column_at], program.value, row_color)
     by_column = _sums(program.column_at, row_color[program.row_at], program.value, column_color)
     if by_row is None or by_column is None:

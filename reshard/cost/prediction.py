@@ -27,7 +27,7 @@ _IN_LANES = 1.5
 
 @dataclass(frozen=True)
 class Makespan:
-    """When the last message of a plan arrives.
+    """The arrival of the last message of a plan.
 
     Attributes:
         seconds: infinite if a simulation showed that it is above the cutoff.

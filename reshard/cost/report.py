@@ -15,11 +15,11 @@ from reshard.cost.simulator import simulate
 from reshard.formatting import count_of, format_bytes, format_rate, format_seconds
 from reshard.plan import Load, Plan, find_loads
 
-#: A port is as busy as the busiest one if it needs at least this part of its seconds.
+#: A port counts as busiest if it is busy for at least this fraction of the time of the busiest port.
 AS_BUSY = 0.999
 #: The report mentions latency if it makes more than this fraction of the predicted time.
 NOTABLE_LATENCY = 0.05
-#: The report says why a plan is slow, and what would help, if it takes more than this many times the bound.
+#: If a plan takes more than this many times the bound, the report says why, and what would help.
 _NOTABLE_RATIO = 1.1
 
 

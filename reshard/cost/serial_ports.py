@@ -44,8 +44,8 @@ def serial_seconds(plan: Plan) -> float:
 def _ports_of_ranks(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
     """``(ranks, 7)`` numbers of the ports of each rank, and the rate of each port in bytes per second.
 
-    The columns are out of and into the rank inside its host, out of and into its NIC, its pod's uplink in both
-    directions, -1 without pods, and what all ranks of its host share inside it, -1 without a limit.
+    The columns are the ports of a rank: out of and into the rank inside its host, out of and into its NIC, out of and
+    into its pod (-1 without pods), and the total rate inside its host (-1 without a limit).
     """
     host, num_hosts, num_pods = topology.host_by_rank, topology.num_hosts, len(topology.pods)
     inside = np.full(len(host), topology.inside_bytes_per_second or UNLIMITED_RATE)

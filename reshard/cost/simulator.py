@@ -15,7 +15,7 @@ from reshard.plan import MessageTable, Plan, find_sender_switches, recvs_ahead, 
 from reshard.ragged import number_values, ranges
 from reshard.topology import MAX_NICS, Topology
 
-#: Up to this window, :func:`recvs_ahead` is looked up in a table.
+#: :func:`recvs_ahead` is tabulated for all windows if no window is larger than this.
 _MAX_TABLED = 64
 #: Relative error of the difference of two times.
 _ROUNDING = 1e-9
@@ -46,19 +46,20 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
 
     The model:
 
-    * Order: each rank starts its messages across hosts, and those inside its host, in the plan's order. A message
-      starts when all messages in its ``after`` have arrived, fewer than ``window`` messages of its kind are unfinished
-      at its sender, and it is close enough to the first unfinished message of its receiver (see
-      :func:`~reshard.plan.model.recvs_ahead`).
-    * Links: messages between the same two ranks flow one at a time. All others share NICs, pod uplinks, links inside
-      hosts and the rate at which all ranks of a host can move bytes inside it, by proportional fairness.
-    * Buffers: a message leaves its sender's window once all but ``send_buffer_bytes`` of it are sent.
-    * Bursts: NICs and uplinks are token buckets of ``burst_bytes``, full at the start. They save unused capacity while
-      idle, and pass it at once later.
-    * Latency: a message first occupies its sender's port for the latency, then its bytes flow. If it may enter its host
-      only after another rank's message has ended, it occupies the port for another ``sender_switch_seconds``, in which
-      its sender learns of that end.
-    * Start: nothing flows before ``start_seconds``.
+    * Queues: a rank has two queues of messages to send, one to other hosts and one inside its host. Each queue is in
+      the plan's order.
+    * Start of a message: a message starts when three conditions hold. All messages in its ``after`` have arrived. Fewer
+      than ``window`` messages of its queue are unfinished. It is one of the next
+      :func:`~reshard.plan.model.recvs_ahead` messages of its receiver, counted from the first unfinished one.
+    * Links: messages between the same two ranks flow one at a time. All others share four kinds of links by
+      proportional fairness: NICs, pod uplinks, the link of each rank inside its host, and the total rate inside a host.
+    * Buffers: a message leaves the window of its sender once all but ``send_buffer_bytes`` of it are sent.
+    * Bursts: NICs and uplinks are token buckets of ``burst_bytes``, full at the start. An idle link saves capacity, and
+      later passes it at once.
+    * Latency: a message first occupies its sender's port for the latency. Then its bytes flow.
+    * Change of sender: a message of one rank may have to wait at its receiver's host for the end of another rank's
+      message. It then occupies the port for another ``sender_switch_seconds``, until its sender knows of that end.
+    * Start of the call: nothing flows before ``start_seconds``.
 
     Args:
         plan: the plan to simulate.
@@ -159,7 +160,7 @@ def _find_ahead(window: np.ndarray) -> np.ndarray:
     return np.array([recvs_ahead(w) for w in range(max_window + 1)], dtype=np.int64)[window]
 
 
-#: Kinds of ports: of a rank inside its host, of a NIC, of the uplink of a pod, and what all ranks of a host share.
+#: Kinds of ports. ``_HOST_INSIDE`` is the total rate inside a host, which its ranks share.
 _RANK_OUT, _RANK_IN, _NIC_OUT, _POD_UP, _POD_DOWN, _NIC_IN, _HOST_INSIDE = _KINDS = range(7)
 
 

@@ -121,7 +121,7 @@ class Mover:
                 self._runner = _make_runner(plan, self._rank, _CupyMemory(self._cupy))
 
     def _gather(self, has_failed: bool, size: int) -> list[bytes]:
-        """What each rank announces of its plan: a byte that says whether the rank cannot execute it, then a digest."""
+        """The announcements of all ranks: a byte that says whether the rank cannot execute its plan, then a digest."""
         cupy = self._cupy
         message = bytes([has_failed]) + hashlib.sha256(self.plan.plan_hash.encode()).digest()
         with self._stream:

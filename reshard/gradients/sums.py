@@ -1,8 +1,8 @@
 """Gradients that a module asks to be summed over groups of ranks, once per step.
 
 A module says for each of its parameters over which groups the gradient must be summed (:func:`declare_sums`). After the
-last backward of a step, the pipeline engine or the user calls :func:`sum_gradients`. A gradient that an optimizer reads
-before its sum, and a gradient that would be summed twice, are errors that name the parameter.
+last backward of a step, the pipeline engine or the user calls :func:`sum_gradients`. Two mistakes are errors that name
+the parameter: an optimizer reads a gradient before its sum, or a gradient would be summed twice.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def frozen_on_some_ranks(name: str, axes: Sequence[SumAxis]) -> DisagreementErro
 
 
 def _form_of(parameter: torch.Tensor) -> tuple[int, bool, bool]:
-    """What this rank has of a gradient, whether the parameter is trained, and whether it is frozen."""
+    """The state of a gradient on this rank, whether the parameter is trained, and whether it is frozen."""
     state = sum_state_of(parameter)
     is_summed = state is not None and not state.is_pending and state.summed is parameter.grad
     form = _NONE if parameter.grad is None else _SUMMED if is_summed else _GRADIENT
@@ -246,7 +246,7 @@ def check_interval(steps: int) -> None:
 
 
 def axes_left(parameter: Any, axes: Sequence[SumAxis]) -> tuple[SumAxis, ...]:
-    """The groups that no wrapper sums over: FSDP sums over the mesh axes that it shards a parameter on."""
+    """The groups over which no wrapper sums. FSDP sums over the mesh axes on which it shards a parameter."""
     names = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
     return tuple(axis for axis in axes if axis.name not in names or axis.name in _WEIGHT_AXES)
 

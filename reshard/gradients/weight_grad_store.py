@@ -1,9 +1,9 @@
 """Split backward: weight gradients are deferred, so that the input gradient can be sent earlier.
 
-While a forward runs under :class:`WeightGradStore`, linear layers and convolutions are replaced by versions whose
-backward computes the input gradient at once and stores a task for the weight gradient, which holds only the two tensors
-that it needs. All other gradients (norms, embeddings, other biases) are computed in the input-gradient pass. Source:
-the weight gradient store of zero-bubble schedules (Qi et al., 2023).
+A forward under :class:`WeightGradStore` uses other versions of linear layers and convolutions. Their backward computes
+the input gradient at once, and stores a task for the weight gradient. The task holds only the two tensors that it
+needs. All other gradients (norms, embeddings, other biases) are computed in the input-gradient pass. Source: the weight
+gradient store of zero-bubble schedules (Qi et al., 2023).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def later_tasks() -> Tasks | None:
 
 
 def weight_grad_store() -> WeightGradStore | None:
-    """What collects the tasks of :func:`later_tasks`, and checks that the tensors which they read do not change."""
+    """The store that collects the tasks of :func:`later_tasks`, and checks that the tensors they read do not change."""
     return _store.get()
 
 
@@ -131,7 +131,7 @@ class WeightGradStore(TorchFunctionMode):
 
 
 class _Task:
-    """A deferred task, which first checks that the tensors that it will read have not changed."""
+    """A deferred task. It first checks that its input tensors have not changed."""
 
     __slots__ = ("_held", "_task", "_versions")
 

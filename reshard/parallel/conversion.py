@@ -30,7 +30,7 @@ from .products.dataflow import PANEL_WIDTH
 
 
 def find_refusal(module: Any, path: str = "") -> str | None:
-    """Why :func:`parallelize` cannot cut a module; None if it knows all classes in it.
+    """The reason why :func:`parallelize` cannot cut a module; None if it knows all classes in it.
 
     It needs no grid. It checks classes only. A converter may still refuse a module, such as a norm over several dims.
     """

@@ -1,4 +1,4 @@
-"""How modules are replaced by modules on a grid: the registry of converters, and the state of one conversion."""
+"""Converters, which replace modules by modules on a grid: their registry, and the state of one conversion."""
 
 from __future__ import annotations
 

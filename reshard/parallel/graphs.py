@@ -1,4 +1,4 @@
-"""Check that the functions that a traced model calls between its modules work on the shard that a rank holds."""
+"""Check the functions that a traced model calls between its modules: they must work on the shard of a rank."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def check_graph(module: fx.GraphModule, path: str) -> None:
     """Check the functions that a traced model calls between its modules.
 
     Raises:
-        ArgumentError: a function needs whole rows or features; the model reads a size, which would be that of the
-            shard; or it reads a parameter outside a submodule, whose gradient would not be summed.
+        ArgumentError: a function needs whole rows or features; the model reads a size, and would get the size of the
+            shard; or the model reads a parameter outside a submodule, whose gradient would not be summed.
     """
     for node in module.graph.nodes:
         problem = _find_problem(module, node)

@@ -1,4 +1,4 @@
-"""What one layer costs on a grid: computation, communication and parameters of the busiest rank.
+"""The cost of one layer on a grid: computation, communication and parameters of the busiest rank.
 
 :func:`~reshard.parallel.choose_grid` adds the prices of layers up; so does the strategy search.
 """
@@ -110,7 +110,7 @@ class PassSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerPrice:
-    """What one layer costs on a grid, for a batch.
+    """The cost of one layer on a grid, for a batch.
 
     Attributes:
         forward, input_grad, weight_grad: the passes, without norms.

@@ -19,7 +19,7 @@ from .layers.linear import Linear, multiply
 
 @dataclass(frozen=True)
 class PlainForm:
-    """How to make a parameter of the plain model from parameters on a grid.
+    """A recipe that makes a parameter of the plain model from parameters on a grid.
 
     Attributes:
         parts: names of the parameters on the grid, which are concatenated along dim 0.

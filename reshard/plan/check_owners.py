@@ -1,4 +1,4 @@
-"""Which ranks own which boxes of a tensor, for many boxes at once; and random marks that compare sets of boxes."""
+"""The ranks that own boxes of a tensor, found for many boxes at once; and random marks that compare sets of boxes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a drawing of a plan puts its boxes, and the curves of its arrows: two columns, or a ring."""
+"""The frame of a drawing of a plan: places of its boxes, in two columns or a ring, and curves of its arrows."""
 
 from __future__ import annotations
 

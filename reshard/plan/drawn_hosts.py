@@ -1,4 +1,4 @@
-"""What a drawing of a plan shows: its hosts, or groups of them, and the bytes between these."""
+"""The contents of a drawing of a plan: its hosts, or groups of hosts, and the bytes between them."""
 
 from __future__ import annotations
 

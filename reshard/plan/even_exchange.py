@@ -51,7 +51,7 @@ class KeyRange:
 
 @dataclass(frozen=True, eq=False)
 class EvenExchange:
-    """Where the regions of one tensor go if both grids are even, and no host both holds and needs data.
+    """The exchange of one tensor, if both grids are even and no host both holds and needs data.
 
     Each region enters each host that needs it once, at ranks of the host in turn, and passes from there along its
     ranks. The holders of a tile send in turn. The NICs of hosts send in rotation, see :class:`PortOrder`.
@@ -114,7 +114,7 @@ class EvenExchange:
 
     @cached_property
     def num_overlaps(self) -> tuple[int, int]:
-        """How many destination tiles a source tile overlaps, and how many source tiles a destination tile overlaps."""
+        """The number of destination tiles that overlap a source tile, and the reverse number."""
         p, q = self.parts
         return math.prod(np.maximum(q // p, 1).tolist()), math.prod(np.maximum(p // q, 1).tolist())
 
@@ -195,7 +195,7 @@ class EvenExchange:
         return OwnMessages(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
     def _sends(self, tile: int, turn: int, keys: KeyRange) -> OwnMessages:
-        """What a holder of a source tile sends in its turns."""
+        """The messages that a holder of a source tile sends in its turns."""
         num_hosts = self.groups.shape[1]
         others, order = self._overlaps(tile, 0)
         number = np.arange(len(others))[:, None] * num_hosts + np.arange(num_hosts)
@@ -209,7 +209,7 @@ class EvenExchange:
         return self._messages(key, np.full(len(key), -1), sender, receiver, lane, tiles, others[which])
 
     def _receives(self, tile: int, place: int, position: int, keys: KeyRange) -> OwnMessages:
-        """What a rank that needs a destination tile receives, and passes on to the next rank of its host."""
+        """The messages that a rank receives for its destination tile, and forwards to the next rank of its host."""
         group = self.groups[tile, place]
         others, order = self._overlaps(tile, 1)
         step = (np.arange(len(others)) - position) % len(group)
@@ -264,9 +264,9 @@ class EvenExchange:
         Args:
             step: number of ranks of its host that the region has passed: 0 between hosts.
 
-        What enters hosts is ordered by slot, place of the holder in its host, place of the receiver, and host of the
-        holder, so messages of several lanes to one rank alternate. It passes inside its host after the messages of the
-        next slot in the order, that is, while they flow.
+        Messages between hosts are ordered by slot, place of the holder in its host, place of the receiver, and host of
+        the holder. So messages of several lanes to one rank alternate. Forwards inside the host come after the messages
+        of the next slot in the order. They pass while these messages flow.
         """
         slot = self.order.slot(self.nic_of[holder], self.nic_of[entry])
         phase = np.where(step > 0, 2 * (slot + step) + 1, 2 * slot)

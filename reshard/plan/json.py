@@ -219,7 +219,7 @@ def _equals(given: Any, made: Any) -> bool:
 
 
 def _check_messages(listed: Any, plan: Plan) -> None:
-    """Raise PlanError unless the listed messages are those of the plan, so that edits to them are not ignored."""
+    """Raise PlanError unless the listed messages are those of the plan. Edits of messages would have no effect."""
     if not isinstance(listed, list) or len(listed) != plan.num_messages:
         listing = f"lists {len(listed)}" if isinstance(listed, list) else "is not a list"
         transfers = plan.transfers

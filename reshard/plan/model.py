@@ -33,18 +33,18 @@ MAX_RECVS_AHEAD = 8
 
 
 def recvs_ahead(window: int) -> int:
-    """How many receives a rank may have posted at once when it posts one of a message with this window.
+    """The number of receives that a rank may have posted at once, when it posts one for a message with this window.
 
     A sender starts when its receiver has posted the receive, so this limit keeps the senders to one receiver in the
-    plan's order. Messages between hosts have window 2, so a rank posts two at a time. If it posted eight, later chains
-    would take bandwidth from earlier ones: on emulated hosts, a broadcast from four senders of one host then took 1.15
-    times the lower bound instead of 1.07.
+    plan's order. Messages between hosts have window 2, so a rank posts two at a time. With eight, later chains would
+    take bandwidth from earlier chains: on emulated hosts, a broadcast from four senders of one host took 1.15 times the
+    lower bound instead of 1.07.
     """
     return min(MAX_RECVS_AHEAD, window if window <= 2 else 2 * window)
 
 
 def num_recv_slots(staging_bytes: int, largest_nbytes: int) -> int:
-    """How many incoming messages a rank can stage: half its staging buffer over its largest message, 1 to 8."""
+    """The number of messages that a rank can stage: half its staging buffer over its largest message, 1 to 8."""
     return max(1, min(MAX_RECVS_AHEAD, staging_bytes // 2 // max(largest_nbytes, 1)))
 
 

@@ -84,8 +84,8 @@ def find_waits(plan: Plan, rank: int | None = None) -> Waits:
 def _find_waits_of_host(plan: RotationPlan, rank: int) -> Waits:
     """The order constraints of a plan in closed form at the host of a rank. Transfers are numbered by their keys.
 
-    A host either sends to other hosts or receives from them. What it receives from one host after the other is in the
-    order of the sender.
+    A host either sends to other hosts or receives from them. Messages from one host arrive in the order of their
+    sender.
     """
     key, sender, receiver, line, is_sent = plan.host_messages(rank)
     follows = line[1:] == line[:-1]

@@ -1,4 +1,4 @@
-"""What each host of a plan in closed form sends and receives, from its layouts alone."""
+"""The bytes that each host of a plan in closed form sends and receives, from the layouts alone."""
 
 from __future__ import annotations
 

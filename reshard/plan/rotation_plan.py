@@ -147,7 +147,7 @@ class RotationPlan(Plan):
 
     @cached_property
     def loads(self) -> RotationLoads:
-        """What each host sends and receives."""
+        """The bytes that each host sends and receives."""
         return RotationLoads.of(self.tensors, self.topology, self.exchanges)
 
     @property
@@ -224,8 +224,10 @@ class RotationPlan(Plan):
         )
 
     def _find_orders(self, sender: np.ndarray, receiver: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Pairs of messages between hosts, given in order. Each starts after the last one that leaves its sender's
-        port, and after the last one that enters its receiver's port in the same lane, if that is from another host.
+        """Pairs of messages between hosts, given in order, of which the later one waits for the earlier one.
+
+        A message waits for the previous message of its sender's port. It also waits for the previous message of its
+        receiver's port in the same lane, if that comes from another host.
 
         Returns:
             ``(later, earlier)``: the positions of messages, without repetition.
@@ -246,7 +248,7 @@ class RotationPlan(Plan):
     def host_messages(self, rank: int) -> HostMessages:
         """The messages between the host of a rank and other hosts.
 
-        They are in the order of each of its ports, or in the order of each lane of it, one after the other.
+        Their order is that of each of its ports, or that of its lanes, one lane after the other.
         """
         exchange = self.exchanges[0]
         host, nic = exchange.host_of, exchange.nic_of

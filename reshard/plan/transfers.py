@@ -19,7 +19,7 @@ class Transfers:
     ``edge_at[i]:edge_at[i + 1]``. Several transfers may move one region. Each edge follows the edge that brings the
     data to its sender, unless the sender holds it; an edge from a rank to itself is a copy. A transfer of one box is
     sent in ``prod(splits[i])`` chunks; all boxes of a transfer of several small boxes are one message. A transfer may
-    wait for other transfers of one message each: they bring its data to its sender, or the plan orders them before it.
+    wait for other transfers of one message each. These bring the data to its sender, or the plan orders them before it.
 
     Attributes:
         box_at: ``(regions + 1,)``.

@@ -35,8 +35,8 @@ from reshard.planner.strategies.routes import Routes, Strategy
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology
 
-#: What ``auto`` can plan, by name; ``_Choice.others`` says which it tries. ``_SEARCHES`` has further orders of
-#: broadcast_search.
+#: The strategies that ``auto`` can plan, by name. ``_Choice.others`` decides which of them it tries. ``_SEARCHES`` has
+#: further orders of broadcast_search.
 CANDIDATES: dict[str, Strategy] = {
     **STRATEGIES,
     "multicast_near": multicast_near,
@@ -50,10 +50,10 @@ _VARIANTS: dict[str, dict[str, bool]] = {
     "multicast_near": {"near_first": True},
     "multicast_from_partners": {"keeps_partners": True},
 }
-#: Steps of broadcast_search. The full search takes much longer and is rarely better. It is tried only with more than
-#: ``_FEW_RANKS`` ranks, if an earlier order is the best plan.
+#: Steps of broadcast_search, by name. The full search takes much longer and is rarely better. ``auto`` tries the full
+#: search only with more than ``_FEW_RANKS`` ranks, and only if a shorter search has found the best plan so far.
 _SEARCHES = {"broadcast_search": 100, "broadcast_search_longer": 400, "broadcast_search_full": SEARCH_STEPS}
-#: With fewer regions, no longer search is tried: 100 steps cover most orders.
+#: Smallest number of regions for the longer searches. With fewer regions, 100 steps cover most orders.
 _FEWEST_FOR_LONGER = 5
 #: Names of plans made by variants.
 _NAMES = {
@@ -64,47 +64,51 @@ _NAMES = {
     "broadcast_search_longer": "broadcast_search",
     "broadcast_search_full": "broadcast_search",
 }
-#: Relative difference in time below which two plans count as equally fast; the one with fewer messages wins.
+#: Two plans whose times differ by less than this fraction count as equally fast. The plan with fewer messages wins.
 _MARGIN = 0.005
-#: Stop the search when the best plan is within this fraction of the floor of all strategies.
+#: Stop the search when the best plan is at most this fraction above the lower bound of all strategies.
 _GOOD_ENOUGH = 0.0075
-#: With more messages x ranks, a simulation may take long. Multicast is then planned before send_recv, and has no
-#: variants.
+#: Limit on messages x ranks. Above it, a simulation may take long. So multicast is planned before send_recv, and its
+#: variants are not planned.
 _LARGE = 2 * 10**7
-#: With at most this many messages, send_recv is tried first in any case, because few messages are simulated fast.
+#: With at most this many messages, send_recv is always tried first, because few messages are simulated fast.
 _FEW_MESSAGES = 50_000
-#: With more messages, a simulation of send_recv takes too long, so it is planned only if multicast is slow.
+#: With more messages than this, send_recv is planned only if multicast is slow: its simulation would take too long.
 _MANY_MESSAGES = 300_000
-#: Limit on scheduling steps between pods, of tens of microseconds each, for trying ``multicast_from_partners``.
+#: ``multicast_from_partners`` is tried up to this number of scheduling steps between pods. A step takes tens of
+#: microseconds.
 _MAX_POD_STEPS = 10_000
-#: Limit on receivers x ranks for trying strategies other than send_recv and multicast.
+#: Strategies other than send_recv and multicast are tried up to this number of receivers x ranks.
 _MAX_PLANNED = 8 * 10**6
 #: A plan with more messages takes more than 4 GB.
 _MAX_MESSAGES = 10_000_000
-#: Skip the variants of multicast when multicast takes more than this factor of the best time.
+#: The variants of multicast are skipped if multicast takes more than this many times the best time.
 _VARIANT_CUTOFF = 1.25
-#: Multicast is simulated up to this factor of the best time. It is above ``_VARIANT_CUTOFF``, because the best time
-#: grows by up to ``_MARGIN`` each time a plan with fewer messages replaces the best one.
+#: The simulation of multicast ends at this many times the best time. The factor is above ``_VARIANT_CUTOFF``, because
+#: the best time can grow: by up to ``_MARGIN`` each time a plan with fewer messages replaces the best plan.
 _KNOWN_UP_TO = 1.4
-#: The first two plans are simulated alternately, each up to a cutoff. The plan with the lower floor comes first, with a
-#: cutoff of ``_FIRST_CUTOFF`` times the other floor. Each further cutoff is ``_CUTOFF_GROWTH`` times the one before.
+#: Cutoffs of the first two plans, which are simulated in turns:
+#:
+#: 1. The plan with the smaller lower bound comes first. Its simulation ends at ``_FIRST_CUTOFF`` times the lower bound
+#:    of the other plan.
+#: 2. The other plan follows, then the first again. Each cutoff is ``_CUTOFF_GROWTH`` times the cutoff before.
 _FIRST_CUTOFF, _CUTOFF_GROWTH = 1.05, 1.5
-#: Limit on regions per strategy; each of these strategies spends tens of microseconds per region.
+#: Limit on regions, by strategy. These strategies spend tens of microseconds on each region.
 _MAX_REGIONS = {
     "broadcast_naive": 20_000,
     "broadcast_size": 20_000,
     "broadcast_greedy": 10_000,
     "broadcast_search": 1_000,
 }
-#: Limit on the work of broadcast_search, of a microsecond each, with more than ``_FEW_RANKS`` ranks. With fewer ranks,
-#: the limit is a quarter of it.
+#: Limit on the work of broadcast_search, in units of a microsecond, with more than ``_FEW_RANKS`` ranks. With at most
+#: so many ranks, the limit is a quarter of this.
 _MAX_SEARCH_WORK, _FEW_RANKS = 2**17, 64
-#: Limit on holders of all regions for strategies other than send_recv and multicast, which visit each holder.
+#: Limit on holders over all regions, for strategies other than send_recv and multicast. They visit each holder.
 _MAX_HOLDINGS = 100_000
 #: Limit on messages for trying the all-gathers.
 _MAX_GATHERED = 20_000
 
-_Candidate = tuple[str, float, Transfers]  # name, floor in seconds, transfers
+_Candidate = tuple[str, float, Transfers]  # name, lower bound in seconds, transfers
 
 
 def choose_fastest(problem: PlanProblem) -> tuple[str, Transfers]:
@@ -125,11 +129,11 @@ class _Choice:
         self.num_messages = 0
         self.seconds = math.inf
         self.chunked_seconds, self.num_chunked = math.inf, 0  # time and messages of multicast
-        self.planned: dict[str, tuple[float, Transfers]] = {}  # floors and transfers of send_recv and multicast
+        self.planned: dict[str, tuple[float, Transfers]] = {}  # lower bounds and transfers of send_recv and multicast
         self.simulated: list[tuple[Transfers, float, float]] = []  # plans, their makespans, and the cutoffs of these
 
     def make(self) -> tuple[str, Transfers]:
-        """Try the strategies whose floor is below the best time so far; return the best name and transfers."""
+        """Try the strategies whose lower bound is below the best time so far; return the best name and transfers."""
         if self.multicast_beats_direct():
             self.compare("multicast", *self.plan("multicast"))
         else:
@@ -169,7 +173,7 @@ class _Choice:
             self.compare(*candidate)
 
     def make_first_of_many(self) -> None:
-        """Try multicast, and send_recv unless its floor rules it out or a simulation of it takes too long.
+        """Try multicast, and send_recv unless its lower bound rules it out or a simulation of it takes too long.
 
         A plan of multicast passes one message at a time at each port, so its time is found fast.
         """
@@ -189,7 +193,7 @@ class _Choice:
         return self.is_too_large(int(self.problem.num_receivers.sum()))
 
     def others(self) -> Iterator[tuple[str, float]]:
-        """The remaining candidates worth planning, each with the floor of its makespan in seconds."""
+        """The remaining candidates worth planning, each with a lower bound on its makespan in seconds."""
         problem, topology, floors = self.problem, self.problem.topology, self.floors
         num_receivers = (problem.receivers != NO_RANK).sum(axis=1)
         if int(num_receivers.sum()) * self.num_ranks > _MAX_PLANNED or problem.holders.size > _MAX_HOLDINGS:
@@ -219,16 +223,16 @@ class _Choice:
             yield "broadcast_search_full", floors.of_broadcasts
 
     def is_ruled_out(self, name: str) -> bool:
-        """Whether the floor of the messages that a strategy is sure to send rules it out before it is planned."""
+        """Whether the time of the messages that a strategy is sure to send rules it out before it is planned."""
         return name == "global_all_gather" and self.floors.of_ring > self.seconds * (1 + _MARGIN)
 
     @property
     def is_good_enough(self) -> bool:
-        """Whether the best plan is close enough to the floor of all strategies to stop."""
+        """Whether the best plan is close enough to the lower bound of all strategies to stop."""
         return self.seconds <= self.floors.of_all * (1 + _GOOD_ENOUGH)
 
     def plan(self, name: str) -> tuple[float, Transfers]:
-        """The transfers that a strategy makes, preceded by the floor of their makespan in seconds."""
+        """The transfers that a strategy makes, preceded by a lower bound on their makespan in seconds."""
         if name == "local_all_gather" and (local_cuts(self.problem) < 0).all():
             name = "send_recv"  # this strategy would send every region directly as well
         if name in self.planned:

@@ -1,4 +1,4 @@
-"""Floors: lower bounds on simulated makespans, computed without simulating."""
+"""Lower bounds on the simulated makespans of strategies, computed without simulating."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Floors:
 
     @cached_property
     def of_all(self) -> float:
-        """Floor of every strategy: the bytes through the busiest port, and the messages of regions with one holder."""
+        """Lower bound of all strategies: bytes through the busiest port, and messages of regions with one holder."""
         return self._add_start(max(self._port_seconds, self._single_holder_seconds, self._inside_seconds))
 
     @cached_property
     def of_direct(self) -> float:
-        """Floor of ``send_recv``, if all regions have a single holder; otherwise that of every strategy."""
+        """Lower bound of ``send_recv``, if all regions have a single holder; otherwise that of every strategy."""
         problem, topology = self.problem, self.problem.topology
         if problem.holders.shape[1] > 1:
             return self.of_all
@@ -63,7 +63,7 @@ class Floors:
 
     @cached_property
     def of_trees(self) -> float:
-        """Floor of strategies that send each class of regions separately, once to each host that lacks it."""
+        """Lower bound of strategies that send each class of regions separately, once to each host that lacks it."""
         topology, host_classes = self.problem.topology, self.host_classes
         if not host_classes.moves.any():
             return self.of_all
@@ -75,7 +75,7 @@ class Floors:
 
     @cached_property
     def of_broadcasts(self) -> float:
-        """Floor of strategies that send along chains of hosts.
+        """Lower bound of strategies that send along chains of hosts.
 
         A holder sends a whole region to the first host, and each host sends it to the next. Chunks that travel more
         than one hop have at most 1 MiB.
@@ -138,7 +138,7 @@ class Floors:
         return float(((sent + held * topology.latency_seconds * slowest) / rate).max())
 
     def of_gathers(self, num_receivers: np.ndarray) -> float:
-        """Floor of the all-gathers: each receiver of a region forwards one message for each other receiver.
+        """Lower bound of the all-gathers: each receiver of a region forwards one message for each other receiver.
 
         Args:
             num_receivers: ``(tasks,)`` receivers of each region.
@@ -152,7 +152,7 @@ class Floors:
 
     @cached_property
     def of_ring(self) -> float:
-        """Floor of ``global_all_gather``: the messages with which each receiver forwards parts to the next one."""
+        """Lower bound of ``global_all_gather``: the messages by which each receiver forwards parts to the next."""
         problem, cuts = self.problem, global_cuts(self.problem)
         task = np.flatnonzero(cuts >= 0)
         if not len(task):
@@ -235,7 +235,7 @@ def _burst_seconds(topology: Topology) -> float:
 
 @check_arguments()
 def floor_of_transfers(problem: PlanProblem, transfers: Transfers) -> float:
-    """Floor of the simulated makespan of these transfers, in seconds: the time of the busiest port.
+    """Lower bound on the simulated makespan of these transfers, in seconds: the time of the busiest port.
 
     A message occupies its sender's port for its latency and then for its bytes. Nothing arrives before one latency.
     """

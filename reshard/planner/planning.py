@@ -22,8 +22,8 @@ from reshard.public_api import not_compiled, shows_call
 from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
 from reshard.topology import Topology
 
-#: A plan has at most this many pairs of a region and a rank that holds or needs it; tensors with equal layouts count
-#: once. It also has at most this many regions, where each tensor counts. A larger plan takes more than 4 GB.
+#: Limit on pairs of a region and a rank that holds or needs the region. Tensors with equal layouts count once. Also
+#: the limit on regions, where each tensor counts. A larger plan takes more than 4 GB.
 MAX_HOLDINGS = 20_000_000
 
 
@@ -172,7 +172,7 @@ def _topology_of(tensors: Sequence[TensorSpec], topology: Topology | None) -> To
 
 
 def _run_strategy(problem: PlanProblem, name: str, function: Strategy, is_builtin: bool) -> Routes | Transfers:
-    """What a strategy chooses. What a caller's function returns is checked."""
+    """The routes or transfers that a strategy chooses. Those of a caller's function are checked."""
     try:
         chosen = function(problem)
         if not isinstance(chosen, (Routes, Transfers)):

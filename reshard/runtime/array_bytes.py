@@ -1,7 +1,7 @@
 """Bytes of torch tensors: copies in row-major order, flat views, and digests.
 
-A digest here depends on the order of the bytes, so equal arrays have equal digests only if they hold the same region.
-:mod:`reshard.weights.model.digests` has digests of tensors that do not depend on how these are sharded.
+These digests depend on the order of the bytes. So compare only arrays that hold the same region. The digests of
+:mod:`reshard.weights.model.digests` do not depend on how a tensor is sharded.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _STEP, _FACTOR = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
 
 
 def contiguous(array: torch.Tensor) -> torch.Tensor:
-    """The array in row-major order; a copy unless it is so already.
+    """The array in row-major order, copied only if it has another order.
 
-    Elements of one byte move as bytes, because torch cannot copy those of some dtypes, such as uint4.
+    An array with elements of one byte is copied as uint8, because torch cannot copy some of these dtypes, such as
+    uint4.
     """
     if array.itemsize > 1 or array.is_contiguous() or array.is_neg():
         return array.contiguous()
@@ -30,8 +31,8 @@ def contiguous(array: torch.Tensor) -> torch.Tensor:
 def flat_bytes(view: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as a flat uint8 tensor on the same memory.
 
-    Torch calls a view of one element contiguous whatever its strides, and ``view`` would keep these strides. So the
-    strides are set by ``as_strided``.
+    ``as_strided`` sets the strides, because ``view`` would keep those of a view with one element: torch calls such a
+    view contiguous whatever its strides are.
     """
     return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
 

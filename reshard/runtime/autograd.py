@@ -1,4 +1,4 @@
-"""What autograd must know of the arrays that a transfer writes."""
+"""Marks for autograd on the arrays that a transfer writes."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from reshard.plan import (
 from reshard.sharding import Shards, TensorSpec, format_box
 
 Slices = tuple[slice, ...]
-#: A box of at least this many bytes travels in a separate buffer, so that it is not packed if it is contiguous. Below
+#: A box of at least this many bytes travels in a separate buffer. If it is contiguous, it then needs no packing. Below
 #: it, packing at both ends takes less time than another buffer.
 LARGE_BOX_BYTES = 2**18
 

@@ -1,4 +1,4 @@
-"""What a trainer tells the workers of an engine, as an argument of SGLang's ``update_weights_from_tensor``."""
+"""The order of a trainer to the workers of an engine, as an argument of SGLang's ``update_weights_from_tensor``."""
 
 from __future__ import annotations
 

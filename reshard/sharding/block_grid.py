@@ -1,4 +1,4 @@
-"""Which elements of a block codec code a tensor: the grid of blocks belongs to the tensor, never to a message.
+"""The grid of blocks in which a block codec encodes a tensor. It belongs to the tensor, never to a message.
 
 A tensor ``[..., C]`` becomes a tensor of ``[..., C / 128]`` elements with the same layouts. Each rank encodes its own
 shard, and all replicas, chunks and recovery pieces share the elements.

@@ -37,7 +37,7 @@ PROCESS_GRACE_SECONDS = 5.0
 
 @dataclass
 class RankFailure:
-    """How one rank failed: its error and traceback, or its exit code if it sent no result."""
+    """The failure of one rank: its error and traceback, or its exit code if it sent no result."""
 
     rank: int
     error: BaseException | None
@@ -133,8 +133,8 @@ def run_processes(
 def _start_store(pipes: Sequence[Connection]) -> tuple[BaseProcess, Connection]:
     """Start the store's server and send its port over all pipes. The server ends when the returned pipe is closed.
 
-    The server is a thread. A lock that it holds during a fork would stay locked in the child, so it runs in a separate
-    process and this process can fork again.
+    The server is a thread. The store runs in a separate process, because a lock that it holds during a fork would stay
+    locked in the child. So this process can fork again.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -230,7 +230,8 @@ def _serve_store(listener: socket.socket, pipe: Connection, launchers_end: Conne
 def join_world(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, backend: str = "gloo") -> None:
     """Create the default group and wait until every rank has it.
 
-    Without the wait, a rank that exits early closes connections that other ranks are still opening, and those fail.
+    Without the wait, a rank that exits early would close connections that other ranks are still opening, and they would
+    fail.
 
     Raises:
         RuntimeError: from torch, if not all ranks joined in time.

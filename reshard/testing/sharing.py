@@ -11,7 +11,7 @@ from reshard.formatting import count_of
 
 
 def share_gpus(rank: int) -> torch.device:
-    """Choose a GPU for this rank that other ranks of this machine may use too, to try out a program on few GPUs.
+    """Choose a GPU for this rank, to try out a program on few GPUs. Other ranks of this machine may use the same GPU.
 
     Call it on every rank before ``init_process_group`` and before any other use of CUDA. All ranks must be on one
     machine. It sets NCCL_HOSTID, and NCCL_MULTI_RANK_GPU_ENABLE, NCCL_SOCKET_IFNAME and NCCL_IB_DISABLE unless they are

@@ -1,4 +1,4 @@
-"""How the processes of ranks start: forked, or, where a fork could not use autograd or CUDA, from a server process.
+"""Start methods of the processes of ranks: a fork, or a server process where a fork could not use autograd or CUDA.
 
 After a backward on a machine with GPUs, autograd refuses to run in forked processes, because its threads, one for each
 device, are not copied. A build of torch for CUDA also makes these threads without a GPU, once a model was traced on

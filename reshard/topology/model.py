@@ -131,13 +131,14 @@ class Topology:
         pods: the uplink of each pod.
         inside_bytes_per_second: rate at which a rank can send, and at the same time receive, inside its host; None: no
             limit.
-        inside_total_bytes_per_second: rate at which all ranks of a host together can move bytes inside it, because they
-            share its memory and its cores; None: no limit.
+        inside_total_bytes_per_second: total rate inside a host of all its ranks together, which share memory and cores;
+            None: no limit.
         latency_seconds, inside_latency_seconds: time from sending the first byte of a message to the arrival of that
             byte, between hosts and inside a host. The message occupies its sender's port during this time. Omitted:
             100 us and 50 us, as over TCP.
-        sender_switch_seconds: extra delay when a receiving port switches to another sender: time from the end of a
-            message of one rank to the first byte of the message of another rank that waited for that end.
+        sender_switch_seconds: extra delay when a receiving port switches to another sender. It lasts from the end of a
+            message of one rank to the first byte of a message of another rank, if the second message waited for that
+            end.
         start_seconds: time from a call to the first byte of its transfer.
         send_buffer_bytes: send buffer of each connection. A sender does not wait for bytes that fit in the buffer.
         codec_rates: rates of codecs that ``compression="auto"`` may choose, one entry per codec.
@@ -372,7 +373,7 @@ class Topology:
         )
 
     def select(self, ranks: Sequence[int]) -> Topology:
-        """The topology of some ranks, which become 0, 1, ... in the given order; hosts and pods are numbered anew.
+        """The topology of some ranks, which become 0, 1, ... in the given order; hosts and pods get new numbers.
 
         Raises:
             ArgumentError: a rank is not an integer. TopologyError: a rank has no host.

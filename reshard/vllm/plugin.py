@@ -1,4 +1,4 @@
-"""What vLLM calls in each of its processes, by the entry point ``vllm.general_plugins``."""
+"""The plugin that vLLM calls in each of its processes, by the entry point ``vllm.general_plugins``."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from reshard.weights.publisher import Publisher
 
 @dataclass
 class TrainerInitInfo(base.TrainerInitInfo):
-    """What a rank of the trainer gives to :meth:`TrainerEngine.trainer_init`.
+    """The arguments of :meth:`TrainerEngine.trainer_init` on a rank of the trainer.
 
     Attributes:
         model: as for :class:`reshard.weights.Publisher`, with the names of a Hugging Face checkpoint.

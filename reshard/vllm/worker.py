@@ -26,7 +26,7 @@ from reshard.weights.subscriber import Subscriber
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """How the workers of an engine find the trainer.
+    """The store and the name by which the workers of an engine find the trainer.
 
     Attributes:
         host, port: host and port of the ``torch.distributed.TCPStore`` that the trainer shares.
@@ -45,11 +45,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What to install.
+    """The version to install.
 
     Attributes:
-        version: the least version. None: any that is newer than that of the engine.
-        timeout_seconds: how long to wait for it.
+        version: the lowest version that is installed. None: any version newer than that of the engine.
+        timeout_seconds: time to wait for the version.
     """
 
     version: int | None = None

@@ -1,4 +1,4 @@
-"""What the first rank of a trainer decides: which engines take part, and what becomes of each version."""
+"""The dispatcher of a trainer, on its first rank: it decides which engines take part, and repeats failed sends."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from reshard.weights.model.pieces import match
 from reshard.weights.model.verify import RegionDigests
 from reshard.weights.route import RouteOptions
 
-#: How often a version is sent anew after a failure.
+#: Number of attempts to send a version to an engine.
 MAX_ATTEMPTS = 3
-#: How often the dispatcher looks whether the ranks that it waits for are alive.
+#: Interval at which the dispatcher checks that the ranks for which it waits are alive.
 DISPATCH_CHECK_INTERVAL_SECONDS = 0.5
 
 
 @dataclass
 class Outcome:
-    """How sending has ended on the trainer.
+    """The result of a send on the trainer.
 
     Attributes:
         error: what failed; None: all data has left.
@@ -51,19 +51,19 @@ class Outcome:
 
 @dataclass
 class _Job:
-    """A version on its way.
+    """A version that is being sent.
 
     Attributes:
-        pending: the engines that neither hold it nor were dropped, by id.
-        results: ``""`` for each engine that holds it, or why it does not.
-        attempts: number of times that it was sent to each engine.
+        pending: by id, the engines that do not hold the version yet and were not dropped.
+        results: by id, ``""`` if the engine holds the version, else the reason why it does not.
+        attempts: by id, the number of times that the version was sent to the engine.
         phase: ``"ping"``, ``"send"`` or ``"confirm"``.
         deadline: deadline of the phase.
-        answered: ``(id of the team, rank)`` of those who answered the last ping.
-        engines: engines to which it is being sent.
-        base: the version that these engines hold, if the new one travels as differences.
-        failed: engines to which it must be sent anew, each with the reason.
-        has_failed: whether an attempt has failed. Further ones are not encoded.
+        answered: ``(id of the team, rank)`` of the ranks that answered the last ping.
+        engines: engines of the current attempt.
+        base: version that these engines hold, if the new version travels as differences.
+        failed: by id, the engines to which the version must be sent again, with the reason.
+        has_failed: whether an attempt has failed. Later attempts are not encoded.
     """
 
     version: int
@@ -178,7 +178,7 @@ class Dispatcher:
         self._begin_attempt(job)
 
     def _find_refusal(self, engine: Member) -> str:
-        """Why an engine cannot take the weights; empty if it can."""
+        """The reason why an engine cannot take the weights; empty if it can."""
         if engine.id not in self._refused:
             self._refused[engine.id] = ""
             try:

@@ -34,7 +34,7 @@ MAX_ROUNDS = 4096
 
 @dataclass
 class SendingReport:
-    """How a version was sent.
+    """The way in which a version was sent.
 
     Attributes:
         seconds: how long its transfers took.
@@ -217,11 +217,11 @@ class EncodedTransfers:
         return offers
 
     def raw_sizes(self, number: int, new: Arrays) -> dict[str, Any]:
-        """What :meth:`encode` returns if all regions are raw, but without digests."""
+        """The result of :meth:`encode` if all regions are raw, but without digests."""
         return {name: (sum(map(largest_size, views)), None) for name, _, views in self._sources(number, new)}
 
     def _sources(self, number: int, new: Arrays) -> Iterator[tuple[str, _BucketPart, list[torch.Tensor]]]:
-        """What this rank sends in a round."""
+        """The parts that this rank sends in a round: the name and the views of each."""
         for name, part in self._rounds[number].items():
             if self._rank in part.bucket.holders:
                 yield name, part, list(part.bucket.views(new, "src"))

@@ -29,11 +29,12 @@ from reshard.weights.encoded_regions import sample_region
 COMPRESSIONS = {"delta": True, "lossless": False}
 #: The rate of the link is the median of at most this many transfers.
 MAX_LINK_RATES = 5
-#: Regions that take less time on the link travel raw: comparing formats would take a large part of this time.
+#: A region that takes less time than this on the link travels raw. A comparison of formats would take too long for it.
 MIN_REGION_SECONDS = 5e-5
-#: Largest number of versions without a comparison of formats, after comparisons that ended in raw.
+#: Largest number of versions that are sent raw without a new comparison. Each comparison that ends in raw doubles the
+#: number.
 MAX_PAUSE = 32
-#: A transfer of less than this part of the plain bytes is too short to measure the rate of the link.
+#: The rate of the link is measured only on transfers of at least this part of the plain bytes. Others are too short.
 MIN_PART = 1 / 16
 
 
@@ -49,12 +50,12 @@ def check_compression(compression: Any) -> str | None:
 
 
 def keeps_base(compression: str | None) -> bool:
-    """Whether the trainer keeps the version before, so that formats may encode what changed since it."""
+    """Whether the trainer keeps the previous version. Formats may then encode the differences to that version."""
     return compression is not None and COMPRESSIONS[compression]
 
 
 def report_formats() -> dict[str, Any]:
-    """What a rank tells the others: the formats that it knows, and its rates of encoding and decoding."""
+    """The report of a rank to the others: the formats that it knows, and its rates of encoding and decoding."""
     return {"known": known_formats(), "rates": measure_format_rates()}
 
 

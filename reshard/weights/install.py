@@ -1,4 +1,4 @@
-"""How a version that has arrived gets into an engine: copied into its parameters, or through its own loader."""
+"""Installers: they put a version that has arrived into an engine, by a copy or through the engine's own loader."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _CAST_ELEMENTS = 1 << 20
 
 
 class Installer(Protocol):
-    """Puts versions into an engine. On one rank.
+    """Puts versions into an engine, on one rank.
 
     Attributes:
-        keeps_last: whether :meth:`install` can be called again with the version before, whose arrays are then kept.
+        keeps_last: whether the arrays of the previous version stay allocated, so that :meth:`install` can restore it.
     """
 
     keeps_last: bool
@@ -135,7 +135,7 @@ class LoadThroughEngine:
 
 
 class CopyAsRecorded:
-    """Copies the regions that a loader takes to where it puts them."""
+    """Copies each region that the loader uses to the place where the loader would put it."""
 
     keeps_last = False
 
@@ -167,7 +167,7 @@ def _allocate(shape: Sequence[int], dtype: str, device: torch.device, known: tor
 
 
 def _undo_cast(array: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-    """A parameter in the dtype in which it arrived; what arrived, if it is the cast of that."""
+    """A parameter in the dtype in which it arrived: the arrived tensor, if the parameter is its cast."""
     if array.dtype == arrived.dtype:
         return array
     return arrived if _is_cast(array, arrived) else array.to(arrived.dtype)

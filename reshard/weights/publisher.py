@@ -30,7 +30,7 @@ from reshard.weights.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What became of one version. ``str()`` says it in a sentence.
+    """The result of publishing one version. ``str()`` gives it as a sentence.
 
     Attributes:
         version: the version.
@@ -130,13 +130,14 @@ class Publisher:
         name: what engines subscribe to. One trainer publishes it at a time.
         group: the process group of the trainer. Default: the world, or this process alone if there is none.
         shards: ``{name: (global shape, [region, ...])}`` for plain tensors that are shards, such as the fused tensors
-            of an engine; a region is a ``(start, stop)`` pair per dim, and they are joined along one dim in this order.
+            of an engine; a region is a ``(start, stop)`` pair per dim, and the regions are joined along one dim in this
+            order.
         memory_bytes: memory for data in transit on each rank, beyond the snapshot of its shards; at least 192 KiB.
         dtype: dtype in which floating-point tensors are published. Default: their own.
-        compression: ``"delta"``: send what changed since the version before to engines that hold it, without loss, and
-            keep that version for this; ``"lossless"``: compress each version by itself. Each region of a tensor travels
-            in the format with the smallest predicted time of encoding, transfer and decoding, which may be raw. The
-            snapshots are then in host memory.
+        compression: ``"delta"``: send only the changes since the previous version, without loss, to engines that hold
+            it; the trainer keeps a copy of that version; ``"lossless"``: compress each version by itself. Each region
+            of a tensor travels in the format with the smallest predicted time of encoding, transfer and decoding, which
+            may be raw. The snapshots are then in host memory.
         quantize: which tensors are published in float8 instead, with the scales of their blocks.
         join_seconds: how long an engine may take to connect. Later ones fetch the version from other engines.
         timeout_seconds: limit of each transfer.

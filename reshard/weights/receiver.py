@@ -27,7 +27,7 @@ from reshard.weights.model.pieces import RegionPair, compose, match
 from reshard.weights.model.verify import Checker, RegionDigests
 from reshard.weights.route import Route, RouteOptions
 
-#: What the first rank passes on to all ranks, so that they act in the same order.
+#: Messages that the first rank passes on to all ranks, so that all act in the same order.
 _RELAYED = ("receive", "verify", "serve", "ping", "refused", "dropped", "swap")
 #: A function that one thread runs for another one, and its result.
 DeferredCall = tuple[Callable[[], None], Future[None]]
@@ -145,7 +145,7 @@ class Receiver:
         return self.swapped >= attempt or is_given_up or self._failure is not None
 
     def describe_failure(self) -> str:
-        """Why the last version did not arrive, as the end of a sentence."""
+        """The reason why the last version did not arrive, as the end of a sentence."""
         return f"; the last transfer failed: {self._problem}" if self._problem else ""
 
     # For the thread of the team
@@ -410,7 +410,7 @@ def _shares(first: Arrays, second: Arrays) -> bool:
 
 
 class _Leader:
-    """What the first rank of an engine decides."""
+    """Decisions of the first rank of an engine."""
 
     def __init__(self, receiver: Receiver, team: Team) -> None:
         self._receiver, self._team = receiver, team

@@ -42,9 +42,9 @@ def record(
     """Rules for a :class:`Subscriber`, from the loader of its engine, so that each rank receives only what it loads.
 
     When the Subscriber is made, the loader runs once with tensors of the trainer's names, shapes and dtypes, on the
-    meta device. It may take views (``narrow``, ``chunk``, ``view``, ``transpose``, an index), join them, cast them,
-    ``copy_`` them to parameters, and fill parameters with a number. The parameters do not change. Later, versions are
-    copied as recorded, and the loader does not run again.
+    meta device. The loader may take views (``narrow``, ``chunk``, ``view``, ``transpose``, an index), join and cast
+    views, ``copy_`` them to parameters, and fill parameters with a number. The parameters do not change. Later,
+    versions are copied as recorded, and the loader does not run again.
 
     Args:
         load_weights: takes an iterable of ``(name, tensor)`` pairs, as ``load_weights`` of vLLM's models does. Tensors

@@ -82,7 +82,7 @@ class RouteOptions:
 
 @dataclass(frozen=True)
 class ReceiveBuffers:
-    """Where the tensors of a plan arrive on a rank.
+    """The arrays in which the tensors of a plan arrive on a rank.
 
     Attributes:
         arrays: memory for the tensors, by name.
@@ -245,7 +245,7 @@ class Route:
     def find_buffers(
         self, arrays: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
     ) -> ReceiveBuffers:
-        """Where the plan's tensors arrive for the local shards of a destination model, by name.
+        """The arrays in which the plan's tensors arrive for the local shards of a destination model, by name.
 
         Args:
             base: values that the tensors must hold before the transfer, by the same names; None if any values will do.

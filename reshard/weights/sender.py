@@ -93,7 +93,7 @@ class Sender:
         return {"compression": self._compression, "encoded": self._is_encoded, "base": base}
 
     def watch(self, is_done: Callable[[], bool]) -> None:
-        """Let the first rank that lives lead the trainer, if those before it end while a version is on its way.
+        """Let the first living rank lead the trainer, if the ranks before it end while a version is being sent.
 
         Args:
             is_done: whether this rank knows what became of the version.

@@ -173,7 +173,7 @@ def _merge(reports: Mapping[int, Mapping[str, Any]], side: str, size: int) -> Ma
 
 
 def _receive_buffer(array: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Where the values of a tensor arrive: the tensor itself, or memory in the dtype of the source."""
+    """The memory in which the values of a tensor arrive: the tensor itself, or a buffer in the dtype of the source."""
     wanted = getattr(torch, dtype)
     return array if array.dtype == wanted else torch.empty_like(array, dtype=wanted)
 

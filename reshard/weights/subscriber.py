@@ -42,7 +42,8 @@ class Subscriber:
             engines without that memory: it arrives in the model while ``update`` waits, and a failure leaves the model
             without a version until a later update succeeds.
         shards: ``{name: (global shape, [region, ...])}`` for plain tensors that are shards, such as the fused tensors
-            of an engine; a region is a ``(start, stop)`` pair per dim, and they are joined along one dim in this order.
+            of an engine; a region is a ``(start, stop)`` pair per dim, and the regions are joined along one dim in this
+            order.
         memory_bytes: memory for data in transit on each rank, beyond the received version; at least 192 KiB.
         rules: from the trainer's tensors to those of the model, see :mod:`reshard.weights.mapping.rules`. Default:
             the rules of the families of models that fit. ``record(load_weights)``: rules from the loader of the engine;

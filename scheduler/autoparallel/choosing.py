@@ -23,7 +23,7 @@ ChosenPlan = tuple[SearchProblem, Evaluation, Sequence[Evaluation]]
 
 
 def choose(problem: SearchProblem, method: str | Method = "auto") -> ChosenPlan:
-    """The fastest candidate that fits the memory; ``auto``: a simpler one that the profile cannot tell from it.
+    """The fastest candidate that fits the memory; with ``auto``, a simpler one if the profile shows no difference.
 
     Errors: see :func:`~.searching.search`.
     """
@@ -40,7 +40,10 @@ def choose_fastest(problem: SearchProblem, method: str | Method = "auto") -> Cho
 
 
 def simplest(chosen: ChosenPlan) -> ChosenPlan:
-    """The choice in place of which :func:`~.methods.auto.simplify` puts a simpler one; one with codecs stays."""
+    """Replace the chosen plan by a simpler plan that is as fast. Plans with codecs are returned unchanged.
+
+    See :func:`~.methods.auto.simplify`.
+    """
     problem, best, others = chosen
     if problem.compression is not None:
         return chosen

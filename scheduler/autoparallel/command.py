@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fix num_microbatches, tp, zero, recompute, or grid=2x2x1",
     )
     add("--compression", metavar="POLICY", help="codecs that may be used, such as dp=int8x128,pp=int8x128; lossy")
-    add("--html", metavar="FILE", help="draw a page: time and memory of each stage beside the limits, and the schedule")
+    add("--html", metavar="FILE", help="draw a page: time and memory of each stage with the limits, and the schedule")
     add("--svg", metavar="FILE", help="draw the stages on their hosts")
     add("--output", metavar="FILE", help="write the training plan here")
 

@@ -94,12 +94,12 @@ def _search_parts(whole: _ClusterPart, report: Report) -> list[_ClusterPart]:
         _ClusterPart(ranks, problem.changed(cluster=problem.cluster.select(ranks)))
         for ranks in problem.cluster.parts(speeds)
     ]
-    # a problem with codecs uses each of them only where it is faster, which no engine does, so it gives no limit
+    # a problem with codecs uses each codec only where it is faster; no engine does that, so its plans give no limit
     raw = (part.problem if problem.compression is None else part.problem.changed(compression=None) for part in parts)
     report(0.0, "bounds")
     limit, promising = _quick_limit(list(raw))
-    # the part with the fastest quick plan comes first, with all moves, because its plans then rule out those of others;
-    # the bound of the work alone takes less time, so the better bound is found for promising parts only
+    # The part with the fastest quick plan is searched first, with all moves: its plans then rule out plans of other
+    # parts. The bound of the work alone takes less time, so the better bound is computed for promising parts only.
     queue = [
         (0.0 if number == promising else work_bound(part.problem), number, False) for number, part in enumerate(parts)
     ]

@@ -88,7 +88,7 @@ def make_training_plan(
 
 
 def _stage_reports(best: Evaluation) -> tuple[StageReport, ...]:
-    """Where the time and the memory of each stage go. Stages on the same ranks have the same wait and memory."""
+    """A report on the time and the memory of each stage. Stages on the same ranks have the same wait and memory."""
     busy = [0.0] * len(best.costs)
     for span in best.timeline.spans:
         busy[span.action.stage] += span.end - span.start

@@ -67,8 +67,8 @@ def search(
             the next step, such as ``"joint on 16 ranks"``.
 
     Returns:
-        The training plan, the same on every rank and from run to run. It has codecs only if its step is then shorter
-        than that of the best training plan without them.
+        The training plan, the same on every rank and from run to run. The result has codecs only if they make the step
+        shorter than that of the best training plan without codecs.
 
     Raises:
         ArgumentError: the profile is of another model, an argument is out of range, or nothing fits the memory.

@@ -58,11 +58,11 @@ class TuningRound:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What the loop found.
+    """The result of the loop.
 
     Attributes:
-        rounds: what was measured, in order; the first training plan is that of the profile alone.
-        training_plan: the one with the fewest measured seconds.
+        rounds: the measured training plans, in order; the first is the choice with the profile alone.
+        training_plan: the training plan with the fewest measured seconds.
         profile: profile with the times of all rounds.
         is_settled: whether the last search chose a training plan that had been measured.
     """
@@ -74,7 +74,7 @@ class Tuned:
 
     @property
     def gain(self) -> float:
-        """How many times as fast the training plan is as the first choice, as measured."""
+        """The measured speedup of the training plan over the first choice."""
         return self.rounds[0].measurement.seconds / min(item.measurement.seconds for item in self.rounds)
 
     def __str__(self) -> str:
@@ -131,8 +131,8 @@ def correct_profile(
 ) -> LayerProfile:
     """The profile with times that explain measured steps.
 
-    A layer class has one factor for its forward, one for its backward and one for its weight gradients, such that the
-    sums over the layers of each stage are what was measured. Classes that the training plan does not run keep their
+    Each layer class gets three factors: for its forward, its backward and its weight gradients. With these factors, the
+    sums over the layers of each stage equal the measured times. Classes that the training plan does not run keep their
     times.
 
     Args:

@@ -12,7 +12,7 @@ from ..graph import Stage
 
 
 class Kind(enum.StrEnum):
-    """What an action does.
+    """Kinds of actions.
 
     ``F`` is a forward and ``B`` a whole backward. A split backward is an input-gradient pass ``I`` and, later, a
     weight-gradient pass ``W``. Every other kind is one end of a transfer.

@@ -1,8 +1,8 @@
 """Add transfers to the computations of a schedule.
 
-All transfers have one order, and every pp rank posts its ends in this order. So no schedule can deadlock, not even if a
-pp rank that has posted a send or a receive does nothing more until the transfer is complete: both pp ranks of the first
-incomplete transfer have completed all that they posted before it, so both post it.
+All transfers have one order, and every pp rank posts its ends in this order. So no schedule can deadlock, not even if
+each send and each receive blocks its pp rank until the transfer is complete. Proof: take the first incomplete transfer.
+Both of its pp ranks have completed all transfers that they posted before, so both post this one.
 """
 
 from __future__ import annotations

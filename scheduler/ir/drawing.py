@@ -60,7 +60,7 @@ def draw_schedule(schedule: Schedule) -> str:
 
 
 def draw_in_units(schedule: Schedule) -> str:
-    """The rows of a schedule without costs, beside them the most microbatches in flight, and what the colours mean."""
+    """The rows of a schedule without costs, the largest numbers of microbatches in flight, and a legend of colours."""
     part = first_microbatches(schedule)
     pieces = list(_place_in_units(part))
     end = max((piece.end for piece in pieces), default=1.0)
@@ -85,7 +85,7 @@ def first_microbatches(schedule: Schedule) -> Schedule:
 
 
 def describe_cut(schedule: Schedule, part: Schedule) -> str:
-    """What a drawing of ``part`` leaves out, as a sentence; empty if nothing."""
+    """A sentence that names the parts of ``schedule`` that a drawing of ``part`` leaves out; "" if there are none."""
     cut = []
     if part.num_microbatches < schedule.num_microbatches:
         cut.append(f"the first {part.num_microbatches} of {schedule.num_microbatches} microbatches")

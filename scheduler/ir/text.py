@@ -115,10 +115,10 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
 
     Args:
         schedule: transfers must join neighbouring stages.
-        transfers: whether to write transfers. Torch should load the CSV without them ("compute_only"): it then adds its
-            own and divides gradients by the number of microbatches, which it does not do for "compute_comms". With
-            transfers, each receive is written right before its consumer, because torch's dry run refuses a receive that
-            comes before its send.
+        transfers: whether to write transfers. Load a CSV without transfers in torch ("compute_only"): torch then adds
+            its own transfers and divides gradients by the number of microbatches. With "compute_comms", torch does not
+            divide. With transfers, each receive is written right before its consumer, because torch's dry run refuses a
+            receive that comes before its send.
 
     Raises:
         ScheduleError: a transfer joins stages that are not neighbours, or blocks; torch supports neither.
@@ -155,8 +155,8 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
 def _torch_cells(actions: Sequence[Action]) -> list[str]:
     """The cells of a pp rank: a forward and the backward that it overlaps are one cell, ``(0F3;1B2)OVERLAP_F_B``.
 
-    Of the transfers between the two, receives come before the cell, because the backward may wait for them, and sends
-    after it, because they may send what the forward computes.
+    Transfers between the two leave the cell. Receives come before it, because the backward may wait for them. Sends
+    come after it, because they may send what the forward computes.
     """
     cells: list[str] = []
     sends: list[str] = []

@@ -1,4 +1,4 @@
-"""Which directions of which edges are encoded: those where the simulation says that the iteration gets shorter."""
+"""The choice of the directions of edges that are encoded: those that make the simulated iteration shorter."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Pass = Callable[[Schedule, Pipeline], Schedule]
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """What a pass changed: the number of transfers moved or made to block, and the makespans before and after."""
+    """The effect of a pass: the number of transfers moved or made to block, and the makespans before and after."""
 
     name: str
     num_moved: int

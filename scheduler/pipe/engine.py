@@ -285,8 +285,8 @@ class PipelineEngine:
                 "optimizer" may also be of another program; its step counts as 0.
 
         Raises:
-            ArgumentError: there is no checkpoint, it lacks an entry that this call loads, it has a parameter or buffer
-                that no stage has, a file of it is damaged, or it is pickled and not trusted.
+            ArgumentError: there is no checkpoint; or the checkpoint lacks an entry that this call loads, has a
+                parameter or buffer that no stage has, has a damaged file, or is pickled and not trusted.
             DisagreementError: ranks pass a different step or ``trust_pickle``.
         """
         stored = checkpoint.choose_checkpoint(

@@ -29,7 +29,8 @@ def local_power_sum(
 ) -> float:
     """The sum of ``|g| ** norm_type`` over the gradients of this rank; for inf, their largest ``|g|``.
 
-    An element that k ranks hold counts 1/k on each, so the values of all ranks add up to that of the whole model.
+    An element that k ranks hold counts 1/k on each of them. So the values of all ranks add up to the value of the whole
+    model.
 
     Args:
         modules: ``{stage: module}`` of this rank.

@@ -327,7 +327,7 @@ class Pipe:
         return made
 
     def _shard_of(self, stage: int, device_mesh: Any) -> Shard | None:
-        """What shards a copy of a stage without data as the stage is sharded on this rank; None on one rank."""
+        """A function that shards a copy of a stage without data as this rank shards the stage; None on one rank."""
         if self.placements[stage].tp == 1:
             return None
         return functools.partial(

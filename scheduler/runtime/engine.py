@@ -102,9 +102,9 @@ class Engine:
         timeout_seconds: limit for the constructor's agreement between ranks, and for each transfer including the
             sender's computation. Silent ranks are detected after 30 s; with a shorter timeout, errors may name a rank
             that waits for the silent one.
-        order: ``"planned"`` computes in the order of the schedule. ``"ready"`` computes what has arrived: of the
-            computations that have their inputs, the one that comes first in the schedule. Gradients are equal to the
-            last bit, and no rank needs more memory. It needs stages on CPUs, each on one rank.
+        order: ``"planned"`` computes in the order of the schedule. ``"ready"`` computes what has arrived: the first
+            computation of the schedule whose inputs are there. Gradients are equal to the last bit, and no rank needs
+            more memory. Ready order needs stages on CPUs, each on one rank.
 
     Attributes:
         sums: encoded sums of gradients; a checkpoint saves ``sums.state_dict()``.
@@ -307,7 +307,7 @@ class Engine:
         return explain_lost_store(self._group, error) if torch_compat.is_store_error(error) else error
 
     def _check_reported(self) -> None:
-        """Raise an error that another rank reported, or that names a rank that is gone, if there is one."""
+        """Raise the error that another rank reported, or one that names a lost rank, if there is such an error."""
         if self._iteration is not None:
             self._iteration.check_errors()
         self._call_group.check_reported(self._call_group.generation)

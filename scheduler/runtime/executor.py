@@ -42,7 +42,7 @@ _UNWATCHED = contextlib.nullcontext()
 
 @dataclass
 class StageTotals:
-    """Sums over the microbatches of one stage on this rank, each times the weight of the microbatch.
+    """Weighted sums over the microbatches of one stage on this rank.
 
     Attributes:
         loss: None if the stage has no loss.
@@ -94,11 +94,11 @@ class Program:
         transfers: the Movers of each pipeline.
         used: for each microbatch, the index of its pipeline in ``pipelines``.
         actions: actions of this rank.
-        forwards: those of a step without training.
-        sum_places: of each stage after which this rank computes, the index of the action before which the sum of its
-            gradients over replicas starts.
-        ready: if a step with training computes what has arrived, the plan from which it may depart; None: it does the
-            ``actions`` in order.
+        forwards: actions of a step without training.
+        sum_places: ``{stage: index of an action}``. The all-reduce of the stage's gradients over its replicas starts
+            before this action. A stage is absent if this rank computes nothing after it.
+        ready: plan of a step in ready order, which computes what has arrived. None: the step does the ``actions`` in
+            order.
     """
 
     schedule: Schedule
@@ -258,8 +258,9 @@ class Iteration:
     def find_places_of_sums(self) -> dict[int, int]:
         """``{stage: index}`` of the actions before which sums of gradients over replicas start in this step.
 
-        Only of stages that train, and whose gradients are complete then: no other stage of this rank has one of their
-        parameters, and none of these is a DTensor, whose gradient gets its placements after the last action.
+        Only stages that train have an entry, and only if their gradients are complete at that point. Two conditions
+        ensure this: no other stage of this rank shares a parameter with the stage, and no parameter is a DTensor. The
+        gradient of a DTensor gets its placements after the last action.
         """
         places = self.program.sum_places
         if not self.inputs.train or self.program.ready is not None:

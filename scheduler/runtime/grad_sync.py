@@ -416,7 +416,7 @@ class ReplicaSync:
             ) from error
 
     def _check_exited(self, purpose: str, check_errors: CheckErrors) -> None:
-        """Raise the error that another rank reported, or else one that names a replica whose process exited."""
+        """Raise the error that another rank reported, or else an error that names a replica whose process exited."""
         check_errors()
         rank = self._call_group.rendezvous.links.find_left()
         if rank is not None:
@@ -432,7 +432,7 @@ def wait_for_root_cause(check_errors: CheckErrors) -> None:
 
 
 def stash_gradients(parameters: Iterable[torch.Tensor]) -> Gradients:
-    """Remove and return the gradients of earlier steps, so that only those of this step are summed over ranks."""
+    """Remove and return the gradients of earlier steps. Then only the gradients of this step are summed over ranks."""
     stashed = []
     for parameter in parameters:
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""What the passes of a stage change, so that ``order="ready"`` swaps only passes whose order changes no result."""
+"""The gradients that passes of a stage change. ``order="ready"`` swaps only passes whose order changes no result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank observes of a step: log records and profiler ranges of its actions, and measured times of all ranks.
+"""Observation of a step: log records and profiler ranges of the actions of a rank, and measured times of all ranks.
 
 Set the logger ``reshard`` to ``DEBUG`` to log each action when it begins. If a rank hangs, its last record names the
 action that it waits in: the stage or the edge, the direction and the microbatch. Under ``torch.profiler``, the same
@@ -238,7 +238,7 @@ def _boot_id() -> str:
 
 @dataclass
 class _Ends:
-    """When the data was computed on all senders, when each end first began, and when the last receiver was done."""
+    """Times of a transfer: data computed on all senders, first begin of each end, and end of the last receiver."""
 
     ready: float = 0.0
     begun: dict[bool, float] = field(default_factory=dict)
@@ -246,7 +246,7 @@ class _Ends:
 
     @property
     def start(self) -> float:
-        """When both ends had begun."""
+        """The time at which both ends had begun."""
         return max(self.begun.values(), default=self.ready)
 
 
@@ -291,7 +291,7 @@ def _merge(ranks: Sequence[Any]) -> PipelineTimeline:
 
 
 def _exposed(action: Action, since: float, start: float, ready: Mapping[tuple[int, int, bool], float]) -> float:
-    """How long a computation waited for transfers after their data was computed."""
+    """The time that a computation waited for transfers after their data was computed."""
     if action.kind is Kind.W or action.kind.is_transfer:
         return 0.0
     computed = ready.get((action.stage, action.microbatch, action.kind is Kind.F))

@@ -54,7 +54,7 @@ class Computation:
     Attributes:
         action: the action.
         run: its stage.
-        inputs, outputs: where the tensors come from that it needs, and go to that it computes.
+        inputs, outputs: ends of channels, from which its inputs come and to which its outputs go.
         sent: the local shards that the edges of a forward expect.
         transfers: the Movers for the microbatch.
         is_split: whether the backward of the microbatch has two passes.
@@ -154,8 +154,8 @@ def only_forwards(actions: RankActions) -> RankActions:
 def find_sum_places(actions: RankActions) -> dict[int, int]:
     """``{stage: index}`` of the computation before which the sum of its gradients can start.
 
-    It is the first computation after the last one of the stage, so that what the last one sends goes first. A stage
-    after which the rank computes nothing has no entry.
+    This is the first computation after the last computation of the stage. So the tensors of that last computation are
+    sent first. A stage has no entry if the rank computes nothing after it.
     """
     computed = [(index, item.action.stage) for index, item in enumerate(actions) if isinstance(item, Computation)]
     last = {stage: number for number, (_, stage) in enumerate(computed)}

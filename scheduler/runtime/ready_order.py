@@ -1,19 +1,19 @@
 """Compute what has arrived: with ``order="ready"``, the planned order of a rank's computations is a preference.
 
-A rank takes, of the computations whose inputs have arrived, the one that comes first in its plan. It keeps these orders
-of the plan, so that no result depends on the times of messages:
+A rank takes the first computation of its plan whose inputs have arrived. No result depends on the times of messages,
+because these computations keep their order in the plan:
 
-* of all forwards, which may draw random numbers and change buffers;
-* of the backwards of a stage, and of its weight-gradient passes, which add to the same gradients;
-* of a weight-gradient pass and other passes of its stage, unless they are known to add to different gradients;
-* of stages that share a parameter.
+* all forwards, which may draw random numbers and change buffers;
+* the backwards of a stage, and its weight-gradient passes, which add to the same gradients;
+* a weight-gradient pass and other passes of its stage, unless they are known to add to different gradients;
+* computations of stages that share a parameter.
 
 So both ends of a channel know the order of its messages. A computation moves ahead only if all that the plan has before
 it can then follow in planned order within the plan's peak of memory.
 
-No deadlock: take the computation that comes first in a valid order of all pp ranks and has not run. All that the plan
-has before it has run, so it is the next of its kind, its inputs have been sent, their receives are posted, and there is
-memory for it. Its rank is computing something else, or takes it at once.
+No deadlock: take the computation that comes first in a valid order of all pp ranks and has not run. Everything before
+it in the plan has run. So it is the next computation of its kind, its inputs have been sent, their receives are posted,
+and there is memory for it. Its rank computes something else at the moment, or takes it at once.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ class NextComputation(NamedTuple):
     Attributes:
         place: its place in the plan.
         queue: the number of its queue.
-        is_moved: whether it is a weight-gradient pass that runs before a backward of its stage which the plan has
-            before it.
+        is_moved: whether it is a weight-gradient pass that runs before a backward of its stage, although it comes
+            after that backward in the plan.
     """
 
     place: int
@@ -183,7 +183,7 @@ class NextComputation(NamedTuple):
 
 
 class ReadyQueue:
-    """What a rank has not computed yet in one step.
+    """The computations that a rank has not done yet in one step.
 
     Args:
         plan: the plan of the rank.
@@ -253,7 +253,7 @@ class ReadyQueue:
         return self._keeps_sums(index, number) and self._leaves_memory(index)
 
     def _is_after_its_pass(self, action: Action) -> bool:
-        """Whether the pass of the microbatch has run that this one needs on its own stage."""
+        """Whether the pass that this one needs, of its own stage and microbatch, has run."""
         needs = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}.get(action.kind)
         return needs is None or (needs, action.stage, action.microbatch) in self._done
 
@@ -287,7 +287,7 @@ class ReadyQueue:
 
 
 class RecvWindows:
-    """The receives of a rank in one step: ``RECVS_AHEAD`` are posted on each channel beside those needed next.
+    """The receives of a rank in one step: ``RECVS_AHEAD`` are posted on each channel in addition to those needed next.
 
     Args:
         recvs: see :class:`ReadyPlan`.

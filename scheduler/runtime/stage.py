@@ -70,7 +70,7 @@ class SentShards:
 
     @classmethod
     def of(cls, pipeline: Pipeline, stage: int, rank: int) -> SentShards:
-        """Those of a stage of a pipeline on a rank."""
+        """The local shards that ``rank`` sends after a forward of ``stage``."""
         tensors = {edge.dst: edge.tensors for edge in pipeline.edges if edge.src == stage}
         shapes = {
             dst: tuple(

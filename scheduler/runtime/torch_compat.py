@@ -99,7 +99,7 @@ def is_profiling() -> bool:
 
 
 def held_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parameters and the buffers that a module holds itself, as the dicts that it keeps them in."""
+    """The dicts in which a module keeps its parameters and its buffers, without those of its submodules."""
     return module._parameters, module._buffers
 
 

@@ -28,8 +28,8 @@ _SAME = 1e-9
 _LEVEL_RATIO = 1.5
 #: If all microbatches take at most this many times the bytes of the smallest stage, each multiple of these is a level.
 _FINE_LEVELS = 24
-#: Number of computations that the search of one level may order in all, and least and largest number of orders that it
-#: tries.
+#: Limits of the search of one level: computations that it orders in all, and the smallest and the largest number of
+#: orders.
 _COMPUTATIONS, _MIN_TRIES, _MAX_TRIES = 400_000, 24, 400
 
 
@@ -357,7 +357,7 @@ def find_depths(pipeline: Pipeline) -> list[tuple[int, ...]]:
 
 
 def link_seconds(pipeline: Pipeline) -> list[float]:
-    """How long one microbatch keeps each channel and each shared link busy."""
+    """The time that one microbatch keeps each channel and each shared link busy."""
     busy: dict[str, float] = {}
     alone: list[float] = []
     for edge in pipeline.edges:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DispatchRule:
-    """How an idle pp rank chooses its next computation.
+    """A rule by which an idle pp rank chooses its next computation.
 
     If several forwards are ready, or several backwards, the oldest group of ``group`` microbatches goes first. In a
     group, forwards of earlier stages and backwards of later stages go first. Without groups, the oldest microbatch goes

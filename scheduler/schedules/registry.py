@@ -34,8 +34,9 @@ class KnownSchedule:
         build: function from a pipeline and a number of microbatches to the schedule; None unless each pp rank has one
             stage. ``reshard train --schedule`` takes the names of those with a function.
         warmups: function from the number of pp ranks, with one stage each, to the forwards before the first backward of
-            each stage; None if ``order`` is not 1F1B with a fixed warm-up. The strategy search finds the memory of the
-            schedule from it, without its order, and tries no schedule of one stage per pp rank without it.
+            each stage; None if ``order`` is not 1F1B with a fixed warm-up. From it, the strategy search finds the
+            memory of the schedule without making its order. A schedule of one stage per pp rank is not tried without
+            it.
         deferred: with ``warmups``, a function to the number of backwards after which a weight-gradient pass of each
             stage follows; None: backwards are whole.
     """

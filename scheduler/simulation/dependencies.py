@@ -11,7 +11,7 @@ from ..ir.schedule import Schedule, check_fits
 
 
 def describe_cycle(schedule: Schedule, pipeline: Pipeline) -> str:
-    """Why a schedule deadlocks: ``1F0 waits for activations ..., which waits for ...``; empty if it does not."""
+    """The cause of a deadlock: ``1F0 waits for activations ..., which waits for ...``; empty if there is none."""
     import networkx as nx
 
     graph = schedule.to_networkx(pipeline)

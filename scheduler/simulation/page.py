@@ -1,4 +1,4 @@
-"""A simulated or measured schedule as a page: rows over time, waits, and memory beside its limit."""
+"""A simulated or measured schedule as a page: rows over time, waits, memory and its limit."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _pieces_of(timeline: PipelineTimeline) -> list[DrawnSpan]:
 
 
 def _busy_seconds(timeline: PipelineTimeline, num_pp_ranks: int) -> list[float]:
-    """How long each pp rank computes."""
+    """The time that each pp rank computes."""
     busy = [0.0] * num_pp_ranks
     for span in timeline.spans:
         busy[span.pp_rank] += 0.0 if span.action.kind.is_transfer else span.end - span.start

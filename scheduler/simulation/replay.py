@@ -53,12 +53,12 @@ class PipelineTimeline:
             raise ArgumentError(f"the timeline has no pp rank {pp_rank!r}, only {sorted(pp_ranks)}")
 
     def exposed_seconds(self, pp_rank: int) -> float:
-        """How long a pp rank was idle and waited only for transfers, whose data was already computed."""
+        """The time that a pp rank was idle and waited only for transfers, whose data was already computed."""
         self._check_pp_rank(pp_rank)
         return sum(span.exposed_seconds for span in self.spans if span.pp_rank == pp_rank)
 
     def busy_seconds(self, pp_rank: int) -> float:
-        """How long a pp rank computed."""
+        """The time that a pp rank computed."""
         self._check_pp_rank(pp_rank)
         return sum(
             span.end - span.start for span in self.spans if span.pp_rank == pp_rank and not span.action.kind.is_transfer
@@ -236,7 +236,7 @@ class _ScheduleReplay:
         return True
 
     def find_ready(self, action: Action) -> float | None:
-        """When the last input of a computation was computed; None if an input is not computed or has not arrived."""
+        """The time at which the last input of a computation was computed; None if an input has not arrived."""
         stage, microbatch = action.stage, action.microbatch
         if action.kind is Kind.W:
             return self.done.get((False, stage, microbatch))

@@ -98,7 +98,7 @@ def _add_search(add: Callable[..., Any]) -> None:
 
 
 def _add_devices(add: Callable[..., Any]) -> None:
-    """Where the ranks run."""
+    """Add the options that say where the ranks run."""
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -140,8 +140,8 @@ def _add_reports(add: Callable[..., Any]) -> None:
     add(
         "--resume",
         action="store_true",
-        help="continue from the newest checkpoint in the folder of --checkpoint, or begin anew if there is none, and "
-        "save at the end; pass the same --steps, which is the number of the last step",
+        help="continue from the newest checkpoint in the folder of --checkpoint, or start from the beginning if there "
+        "is none, and save at the end; pass the same --steps, which is the number of the last step",
     )
     add(
         "--trust-pickle",
@@ -192,7 +192,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _describe_next(job: TrainingJob) -> str:
-    """What a user may do after a run."""
+    """A sentence on what a user may do after a run."""
     if job.checkpoint is None:
         return "nothing was saved; with --checkpoint FOLDER a run is saved, and --resume continues it"
     return f"--resume with a larger --steps continues from {job.checkpoint}"

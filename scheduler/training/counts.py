@@ -20,7 +20,7 @@ from .models.presets import GPTConfig, Preset
 
 @dataclass(frozen=True)
 class EdgeCount:
-    """What a sample of a batch costs on one edge in a forward.
+    """Costs of one sample of a batch on one edge in a forward.
 
     Attributes:
         src, dst: stages.

@@ -95,9 +95,9 @@ def run_locally(function: Callable[..., Any], num_ranks: int, *args: Any, init_g
 def summarize_failures(error: LaunchError) -> ReshardError:
     """One error for all ranks that failed.
 
-    This is the error of the ranks if they all raised the same one of ours, and a RemoteError with the first line of
-    each error if ranks died or raised different ones. It is ``error``, with tracebacks, if no rank died and a rank
-    raised an error that is not ours.
+    If all ranks raised the same error of this package, it is that error. If ranks died or raised different errors, it
+    is a RemoteError with the first line of each. It is ``error``, with tracebacks, if no rank died and a rank raised an
+    error that is not ours.
     """
     died = any(failure.error is None for failure in error.failures)
     if not died and not all(isinstance(failure.error, ReshardError) for failure in error.failures):

@@ -111,7 +111,7 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What training returns, the same on every rank.
+    """The result of training, the same on every rank.
 
     Attributes:
         start: first step of this run.
@@ -190,8 +190,10 @@ def train(rank: int, job: TrainingJob, shows: bool = True) -> TrainResult:
 
 
 def _describe_start(job: TrainingJob, start: int, engine: PipelineEngine) -> list[str]:
-    """What a run says before its first step."""
-    texts = [f"there is no checkpoint in {job.checkpoint}: beginning anew"] if job.resume and not start else []
+    """The lines that a run prints before its first step."""
+    texts = (
+        [f"there is no checkpoint in {job.checkpoint}: starting from the beginning"] if job.resume and not start else []
+    )
     return [*texts, engine.compression] if engine.compression else texts
 
 

@@ -19,8 +19,8 @@ from .loop import TrainingJob, make_loaders, make_optimizer, make_pipe
 class StorageCounter(torch_compat.TorchDispatchMode):
     """Records the storage of each tensor that an operation returns while this mode is active.
 
-    :meth:`sample` adds up the storages that are alive. Call it between operations, so that it counts no temporary
-    tensors of an operation.
+    :meth:`sample` adds up the storages that are alive. Call this between operations. Then temporary tensors of
+    operations do not count.
 
     Args:
         ignored: pytree of tensors that are not counted.
@@ -102,7 +102,7 @@ def count_peak_bytes(rank: int, job: TrainingJob, steps: int = 2) -> int:
 
 @contextlib.contextmanager
 def _sampled_products(counter: StorageCounter) -> Iterator[None]:
-    """Sum what is alive whenever a product on a grid begins."""
+    """Sample the bytes of live tensors whenever a matrix product on a grid begins."""
     from reshard.parallel.products.multiply import Product
 
     plain = Product.multiply

@@ -1,4 +1,4 @@
-"""What a training run prints: a progress bar on a terminal, and plain lines elsewhere."""
+"""Output of a training run: a progress bar on a terminal, and plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a resumed run must share with the run that saved the checkpoint, and what it says where it differs."""
+"""Recipes: the options that a resumed run must share with the run that saved its checkpoint, and texts on changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EFFECTS = {
 
 
 def describe_changes(changes: list[tuple[str, Any, Any]]) -> list[str]:
-    """What differs from the run that saved the checkpoint, and what follows: a line for each option.
+    """The differences from the run that saved the checkpoint, and their consequences: a line for each option.
 
     Raises:
         ArgumentError: the peak learning rate differs. The checkpoint has its own, so another one would have no effect.
@@ -27,7 +27,7 @@ def describe_changes(changes: list[tuple[str, Any, Any]]) -> list[str]:
         if option == "learning-rate":
             raise ArgumentError(
                 f"the checkpoint was saved with --learning-rate {saved}, not {value}; resumed runs keep theirs: pass "
-                f"--learning-rate {saved}, or begin anew in another folder"
+                f"--learning-rate {saved}, or start again in another folder"
             )
         before, now = (f"--{option} {text}" if text != "" else f"no --{option}" for text in (saved, value))
         lines.append(f"the checkpoint was saved with {before}, not {now}: {_EFFECTS[option]}")

@@ -1,7 +1,7 @@
-"""What a training run leaves behind: its losses, and the last measured step beside the predicted one.
+"""The report of a training run: its losses, and the last measured step compared with the predicted one.
 
-A report is a folder. ``losses.csv`` has a line for each step. A run that continues drops the lines of the steps that it
-repeats, so a run that was killed leaves the same file as one that was not. The pictures need matplotlib.
+A report is a folder. ``losses.csv`` has a line for each step. A resumed run first drops the lines of the steps that it
+repeats. So a killed and resumed run leaves the same file as an uninterrupted run. The pictures need matplotlib.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class RunFolder:
                 )
 
     def close(self) -> None:
-        """Close the file of the losses. Write it anew if lines are missing."""
+        """Close the file of the losses. Write it again if lines are missing."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # what is still in its buffer
                 self._file.close()

@@ -25,6 +25,7 @@ from reshard.api.arrays.casts import wire_dtype
 from reshard.cli.progress import print_line, track
 from reshard.codecs import BLOCK_CODECS, parse_codec
 from reshard.errors import RankLostError
+from reshard.planner import STRATEGIES
 from reshard.runtime.transport.connections import GlooTransport
 from reshard.sharding import compress_tensor
 from reshard.testing.processes import LaunchError, run_processes
@@ -36,7 +37,7 @@ BATCH = 50
 SPECS = ("R R", "S0 R", "R S0", "S01 R", "R S01", "S0 S1", "S1 S0", "R S10", "S10 R", "R S1", "S1 R")
 SIZES = (32, 64, 96, 128, 200, 256, 384, 500, 512)
 DTYPES = ("float32", "bfloat16", "float16")
-STRATEGIES = (None, "multicast", "send_recv", "broadcast_greedy", "global_all_gather", "local_all_gather")
+CHOICES = (None, *STRATEGIES)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def make_run(seed: int, kills: bool) -> Run:
         layouts.append(Layout(Mesh(ranks, {"a": rows, "b": columns}), chance.choice(SPECS)))
     hosts = sorted(chance.choice((0, 0, 1, 2, 3)) for _ in range(NUM_RANKS))
     options = {
-        "strategy": chance.choice(STRATEGIES),
+        "strategy": chance.choice(CHOICES),
         "topology": Topology(tuple(hosts)),
         "staging_bytes": chance.choice((2**16, 2**18, 2**26)),
         "verify": chance.random() < 0.3,

@@ -22,6 +22,7 @@ from reshard import Layout, Mesh, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination.groups.process_group import serve_store
 from reshard.coordination.groups.store import LOST_STORE_SECONDS
+from reshard.planner import AUTO, STRATEGIES
 from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.cpu.executor import NOTIFY_TAG
 from reshard.runtime.transport.connections import GlooTransport
@@ -34,7 +35,7 @@ DEATH_SECONDS, SILENCE_SECONDS = 5.0, 2.0
 #: Default time added to each limit, for a loaded machine.
 SLACK_SECONDS = 2.0
 MAX_ELEMENTS = 2_000_000
-STRATEGIES = ("auto", "multicast", "send_recv", "local_all_gather", "broadcast_greedy")
+CHOICES = (AUTO, *STRATEGIES)
 DTYPES = ("float32", "bfloat16", "int64", "bool", "complex64")
 
 #: Required outcome of the survivors, by fault:
@@ -164,7 +165,7 @@ def make_run(seed: int, faults: Iterable[str] = tuple(EXPECTED)) -> Run:
         src=src,
         dst=dst,
         topology=topology,
-        strategy=chance.choice(STRATEGIES),
+        strategy=chance.choice(CHOICES),
         victim=victim,
         moment=chance.randint(1, 6),
         verify=fault == "byte flipped" or chance.random() < 0.3,
@@ -211,7 +212,7 @@ def _arguments(run: Run, rank: int, source: Any) -> dict[str, Any]:
         same = str(Layout(turned, (("x",),))) == str(run.dst)
         given["dst_mesh"] = Layout(turned) if same else Layout(turned, (("x",),))
     elif run.fault == "other strategy":
-        given["strategy"] = STRATEGIES[(STRATEGIES.index(run.strategy) + 1) % len(STRATEGIES)]
+        given["strategy"] = CHOICES[(CHOICES.index(run.strategy) + 1) % len(CHOICES)]
     elif run.fault == "other dtype":
         given["dtype"] = "float64"
     elif run.fault == "wrong shard":

@@ -1,10 +1,10 @@
 """Compare the strategy search with all plans of random problems, and with searches of parts of random clusters.
 
-``python -m tests.campaigns.search joint --number 500``: the recurrence by pace against all plans, in its own model; the
-tests run the first 24 of the same problems. ``parts --number 200``: the whole search against all plans on all parts of
-the cluster, simulated; the tests run the first 20. ``interleaved --number 100``: the same with several stages on each
-mesh. ``clusters --number 100``: the whole search against the same search on each host, on the first hosts in the order
-of their rates, and on one device. Each stops at the first that differs.
+``python -m tests.campaigns.search joint --number 500``: the recurrence by bottleneck time against all plans, in its own
+model; the tests run the first 24 of the same problems. ``parts --number 200``: the whole search against all plans on
+all parts of the cluster, simulated; the tests run the first 20. ``interleaved --number 100``: the same with several
+stages on each mesh. ``clusters --number 100``: the whole search against the same search on each host, on the first
+hosts in the order of their rates, and on one device. Each stops at the first that differs.
 """
 
 from __future__ import annotations

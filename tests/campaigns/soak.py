@@ -30,6 +30,7 @@ import reshard
 from reshard import Layout, Mesh
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.cli.progress import show_time
+from reshard.planner import AUTO, STRATEGIES
 from reshard.testing.processes import run_processes
 
 NUM_RANKS = 8
@@ -39,7 +40,7 @@ ROUNDS_PER_TURN = 20
 GROUPS_PER_TURN = 6
 MAX_ELEMENTS = 1_000_000
 DTYPES = ("float32", "bfloat16", "int64", "bool", "complex64")
-STRATEGIES = ("auto", "multicast", "send_recv", "local_all_gather", "broadcast_greedy")
+CHOICES = (AUTO, *STRATEGIES)
 #: Allowed growth of memory from the first to the last tenth of the run, for allocator caches.
 MAX_GROWTH_BYTES = 16 * 2**20
 #: glibc maps blocks of at least this size separately and unmaps them when freed. A set threshold does not adapt.
@@ -83,7 +84,7 @@ def _run_case(chance: random.Random, rank: int, sets: list[tuple[list[int], list
     src, dst = (_layout(chance, chance.sample(side, len(side)), ndim) for side in sides)
     shape = [chance.randint(1, 30) for _ in range(ndim - 1)]
     shape.append(max(1, chance.randint(1, MAX_ELEMENTS) // math.prod(shape)))
-    dtype, strategy, kind = chance.choice(DTYPES), chance.choice(STRATEGIES), chance.choice(("call", "two", "mover"))
+    dtype, strategy, kind = chance.choice(DTYPES), chance.choice(CHOICES), chance.choice(("call", "two", "mover"))
     if rank not in (*src.ranks, *dst.ranks):
         return 0
     source, wanted = (shard_of_positions(layout, rank, shape, dtype) for layout in (src, dst))

@@ -1,4 +1,4 @@
-"""The simulator against times worked out by hand, its Python reference, and the lower bound."""
+"""The simulator against times worked out by hand, its reference implementation, and the lower bound."""
 
 from __future__ import annotations
 

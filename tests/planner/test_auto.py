@@ -1,4 +1,4 @@
-"""The ``auto`` strategy against its candidates, the floors, and the greedy order."""
+"""The ``auto`` strategy against its candidates, the lower bounds, and the greedy order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multicast plans: time against the lower bound, chunks, staging, and equality with the Python reference."""
+"""Multicast plans: time against the lower bound, chunks, staging, and equality with the reference implementation."""
 
 import copy
 import math

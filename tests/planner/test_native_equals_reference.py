@@ -1,4 +1,4 @@
-"""Native loops of the planner make the choices of their Python references: schedules, senders, broadcast trees."""
+"""Native loops of the planner make the choices of their reference implementations: schedules, senders, broadcast trees."""
 
 from __future__ import annotations
 

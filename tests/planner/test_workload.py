@@ -139,7 +139,7 @@ def test_chunks_are_at_most_32_mib():
 
 
 def _tried(problem, monkeypatch):
-    """The strategies that ``auto`` plans when floors rule out none."""
+    """The strategies that ``auto`` plans when lower bounds rule out none."""
     tried = []
     plan = auto._Choice.plan
     monkeypatch.setattr(auto._Choice, "plan", lambda self, name: tried.append(name) or plan(self, name))

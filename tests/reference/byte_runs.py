@@ -1,4 +1,4 @@
-"""The twin of ``copy_runs`` of ``native/module.cpp``."""
+"""The reference implementation of ``copy_runs`` of ``native/module.cpp``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Python reference of ``native/chunk_scheduler.h``: list scheduling of chunks on ports.
+"""Reference implementation of ``native/chunk_scheduler.h``: list scheduling of chunks on ports.
 
 The scheduler advances a simulated clock. Whenever ports are free, it matches senders and receivers so that the ports
-with the most work left are busy. Each pair transfers the rarest chunk that the sender's host has and the receiver's host
-lacks. The clock then advances to the next end of a transfer. With equal rates, all transfers end together, so the
+with the most work left are busy. Each pair transfers the rarest chunk that the sender's host has and the receiver's
+host lacks. The clock then advances to the next end of a transfer. With equal rates, all transfers end together, so the
 schedule is a sequence of time slots.
 
 A time unit is the time that a chunk of full size takes at rate 1. Names are short because the formulas are long: ``s``

@@ -1,4 +1,4 @@
-"""The twin of ``native/chunk_state.h``: which hosts have which chunks, and the work left at each host and pod."""
+"""The reference implementation of ``native/chunk_state.h``: the chunks of each host, and the work left at each host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python reference of ``native/circulant_broadcast.h``: chunks from one host to all others, in slots."""
+"""Reference implementation of ``native/circulant_broadcast.h``: chunks from one host to all others, in slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digest of a region of a tensor, element by element. Native twin: ``native/digest.cpp``."""
+"""The reference implementation of ``native/digest.cpp``: the digest of a region of a tensor, element by element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python reference for ``native/fluid/event_loop.h``, the event loop of the simulator."""
+"""Reference implementation of ``native/fluid/event_loop.h``, the event loop of the simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The twin of ``order_greedily`` of ``native/strategies.cpp``."""
+"""The reference implementation of ``order_greedily`` of ``native/strategies.cpp``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of ``native/pipeline/list_scheduling.h``: list scheduling, with the same floating point operations."""
+"""Reference implementation of ``native/pipeline/list_scheduling.h``: the same floating point operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference of ``native/autoparallel/pace.cpp``: the recurrence by pace, with the same floating point operations."""
+"""Reference implementation of ``native/autoparallel/pace.cpp``: the same floating point operations."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def best_stages(
     num_layers, is_chain, option_class, forward, backward, activation, fixed, sync, ending, allowed, next_at, port_in, port_out,
     memory, received, sent, cut_bytes, factor, priced_at, priced_forward, priced_backward, microbatches, pace,
 ):  # fmt: skip
-    """The best stages for one pace, as ``(trip, excess, [(first, end, index of devices left, option), ...])``.
+    """The best stages for one bottleneck time, as ``(trip, excess, [(first, end, index of devices left, option), ...])``.
 
-    ``cut_bytes * factor`` is the price of an edge in each direction, unless ``priced_at`` has its index. The excess is that
-    of gradient sums over the last backward of the first stage. Returns infinity and no stages if none fit.
+    ``cut_bytes * factor`` is the price of an edge in each direction, unless ``priced_at`` has its index. The excess is
+    that of gradient sums over the last backward of the first stage. Returns infinity and no stages if none fit.
     """
     num_classes, num_ends = next_at.shape
     size = num_layers + 1

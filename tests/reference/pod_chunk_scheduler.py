@@ -1,4 +1,4 @@
-"""The twin of ``native/pod_chunk_scheduler.h``: chunk scheduling with pods, whose uplinks several transfers share."""
+"""The reference implementation of ``native/pod_chunk_scheduler.h``: chunk scheduling with pods, which share uplinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The twin of ``native/fluid/proportional_fairness.h``: rates of flows that share ports by proportional fairness."""
+"""The reference implementation of ``native/fluid/proportional_fairness.h``: rates of flows that share ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The twin of ``native/rank_assignment.h``: turn sends of chunks between NICs into messages between ranks."""
+"""The reference implementation of ``native/rank_assignment.h``: sends between NICs become messages between ranks."""
 
 from __future__ import annotations
 

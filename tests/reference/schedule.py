@@ -1,4 +1,4 @@
-"""Python reference of ``native/schedule.cpp``: makes a schedule from a workload."""
+"""Reference implementation of ``native/schedule.cpp``: makes a schedule from a workload."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def schedule_python(nics: Nics, workload: ChunkWorkload) -> ChunkSchedule:
     host = np.array([nics.host[nic] for nic in nics.of_rank])
     crosses = host[sender] != host[receiver]
     if nics.have_equal_rates:
-        # A message ends after those it depends on. At equal ends, messages between hosts come before those inside hosts.
+        # A message ends after those it depends on. At equal ends, messages between hosts come before those inside
+        # hosts.
         order = np.lexsort((~crosses, np.array(messages.end, dtype=np.float64)))
     else:
         order = np.array(linearize(messages, crosses.tolist()), dtype=np.int64)

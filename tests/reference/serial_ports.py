@@ -1,4 +1,4 @@
-"""Python reference for ``flow_serially`` of ``native/fluid/fluid.cpp``."""
+"""Reference implementation of ``flow_serially`` of ``native/fluid/fluid.cpp``."""
 
 from __future__ import annotations
 

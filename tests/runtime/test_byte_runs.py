@@ -1,4 +1,4 @@
-"""Byte runs of boxes, and the native copy against its Python reference."""
+"""Byte runs of boxes, and the native copy against its reference implementation."""
 
 from __future__ import annotations
 

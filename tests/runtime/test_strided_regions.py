@@ -1,4 +1,4 @@
-"""Boxes as strided regions: the kernel's Python reference, and the kernel in Triton's interpreter and compiler."""
+"""Boxes as strided regions: the kernel's reference implementation, and the kernel in Triton's interpreter and compiler."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class MemoryExchange:
 
 
 class PythonCopier:
-    """The Python reference of the pack kernel; copies regions from raw addresses as the kernel does."""
+    """The reference implementation of the pack kernel: copies regions from raw addresses as the kernel does."""
 
     def upload(self, table):
         return table

@@ -1,4 +1,4 @@
-"""A trainer of two ranks beside vLLM, each in a process of its own. It does what the test orders over a store."""
+"""A trainer of two ranks for vLLM, each in a process of its own. It does what the test orders over a store."""
 
 from __future__ import annotations
 

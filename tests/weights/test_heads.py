@@ -1,4 +1,4 @@
-"""Rules for attention heads and whole families, beside formulas of torch and transformers, at TP and EP 1, 2 and 4."""
+"""Rules for attention heads and whole families, compared with formulas of torch and transformers, at TP and EP 1, 2 and 4."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def unfinished(received: Sequence[Any], targets: Sequence[torch.Tensor | None]) 
 
 
 def cast_source(array: torch.Tensor | None, dtype: str) -> torch.Tensor | CastSource | None:
-    """The source itself if it has this dtype, else a wrapper that casts it message by message."""
+    """The source itself if it has this dtype, else a wrapper that casts the part of each message."""
     if array is None or array.dtype == getattr(torch, dtype):
         return array
     return CastSource(array, getattr(torch, dtype))

@@ -88,7 +88,7 @@ def move_lossless(spec: TensorSpec, codec: str, arrays: LocalArrays, move: Move)
 def _why_full(
     of_rank: Mapping[int, Mapping[str, Bucket]], buckets: Mapping[str, Bucket], base: Arrays, out: Arrays
 ) -> str:
-    """Why the tensor must be sent in full; "" if all ranks hold the same earlier version."""
+    """The reason why the tensor must be sent in full; "" if all ranks hold the same earlier version."""
     for what, given, side in (("base", base, "holders"), ("out", out, "receivers")):
         lacking = sorted({rank for item in buckets.values() for rank in getattr(item, side) if rank not in given})
         if lacking:

@@ -41,7 +41,7 @@ Arrays = Mapping[str, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class LosslessReport:
-    """How a call sent its tensors; the same on all ranks.
+    """The way in which a call sent its tensors; the same on all ranks.
 
     Attributes:
         base: digest of the version to which the differences refer; None if the tensors were sent in full.

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_layouts(parser: argparse.ArgumentParser) -> None:
-    """What moves, from where to where."""
+    """Add the options that say which tensor moves, from which layout to which."""
     parser.add_argument("--shape", help="global shape, for example 1024,1024,512; empty for a scalar")
     parser.add_argument(
         "--model",
@@ -61,7 +61,7 @@ def _add_layouts(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_choices(parser: argparse.ArgumentParser) -> None:
-    """How it moves, over which network, and what to print."""
+    """Add the options of the strategy, the network and the output."""
     parser.add_argument("--compression", help="a codec such as int8x128, or auto with codecs in --topology")
     parser.add_argument(
         "--max-error",

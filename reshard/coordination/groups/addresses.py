@@ -19,8 +19,8 @@ def is_loopback(address: str) -> bool:
 def own_address(store: dist.Store) -> str:
     """The address at which other ranks reach this process.
 
-    It is the first of these that can be determined: the address of the first interface in GLOO_SOCKET_IFNAME, the local
-    address of the route to the store, the address of this host's name, 127.0.0.1.
+    The first address that can be determined, in this order: the first interface in GLOO_SOCKET_IFNAME, the local end of
+    the route to the store, the name of this host, 127.0.0.1.
     """
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     lookups: list[Callable[[], str]] = []

@@ -1,9 +1,9 @@
 """Detects calls from different threads, so that calls of two threads are never matched across ranks.
 
-Ranks match the calls of a group by order. Two threads of one rank have no common order, so a call of one thread could
-match another rank's call of the other thread and take its data. Two checks prevent that. A call that overlaps another
-thread's call on the same rank ends the group. In every round each rank also reports the name of its calling thread:
-threads with the same name belong together.
+Ranks match the calls of a group by order. The calls of two threads have no common order on all ranks. Without this
+check, a call of thread A on one rank could match a call of thread B on another rank, and take its data. Two checks
+prevent that. A call that overlaps another thread's call on the same rank ends the group. In every round each rank also
+reports the name of its calling thread: threads with the same name belong together.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def describe_caller(alternates: bool) -> Caller:
 
 
 def find_thread_mismatch(callers: dict[int, Caller]) -> str | None:
-    """Why the calls of these ranks may come from unrelated threads; None if nothing indicates that.
+    """The reason why the calls of these ranks may come from unrelated threads; None if nothing indicates that.
 
     Related threads have the same name on all ranks. A rank's main thread may also match another thread of another rank.
     That exception does not hold if each rank also has a live thread with the other's name, or if threads of either rank

@@ -1,8 +1,8 @@
-"""Which process is which rank of a joined group. Two processes with one rank are an error on all ranks.
+"""Claims of ranks in a joined group by processes. Two processes that claim one rank are an error on all ranks.
 
 A process claims its rank in the store when it joins, or in its first call if the store is slow, and publishes an error
-if another process has claimed it. The other ranks read that error before their first two rounds with a set of ranks,
-while they wait in a round, and with each heartbeat. A rank that has read it raises it in all later calls.
+if another process has claimed it. The other ranks look for such an error before their first two rounds with a set of
+ranks, while they wait in a round, and with each heartbeat. A rank that has read it raises it in all later calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks send to a round of agreement, and the decision that they get back."""
+"""Messages of a round of agreement: the requests of the ranks, and the decision that all ranks get back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def read_json(text: str | bytes, pattern: Any) -> Any:
     """The value of a JSON text that matches a pattern.
 
     Args:
-        pattern: a type; a list with the pattern of all elements; a tuple with that of each; a dict with that of each
-            key, or ``{str: pattern}`` for any keys.
+        pattern: a type; a list with one pattern for all elements; a tuple with a pattern for each element; a dict with
+            a pattern for each key, or ``{str: pattern}`` for any keys.
 
     Raises:
         ValueError: the text is not JSON, or does not match.
@@ -44,7 +44,7 @@ def _matches(value: Any, pattern: Any) -> bool:
 
 @dataclass(frozen=True)
 class TensorRequest:
-    """What one rank passes for one tensor.
+    """The arguments of one rank for one tensor.
 
     Attributes:
         shape, dtype: shape and dtype of the global tensor; None if the rank does not know it.
@@ -70,18 +70,19 @@ class TensorRequest:
 
 @dataclass(frozen=True)
 class RoundRequest:
-    """What one rank sends to a round.
+    """The request of one rank in a round.
 
     Attributes:
         arguments: ``(name, value)`` pairs that must be equal on all ranks.
         error: class and text of a local error.
         attempt: number of rounds that the rank has started.
-        left: for each member, the number of calls with that member that the rank may have left (see
+        left: for each member, the number of shared calls that this rank may have left (see
             :mod:`reshard.coordination.liveness.call_sequence`).
         why_left: class and text of the error that ended the last of these calls.
         are_members_unknown: whether the members of these calls are unknown.
-        skipped: ``{hash of ranks: [count, ranks]}`` of calls that the rank made and of which it is not a member.
-        other_calls: ``{hash of ranks: count}`` of the rank's calls with sets of ranks that lack a member of this call.
+        skipped: ``{hash of ranks: [count, ranks]}`` of the calls of this rank in which it is no member.
+        other_calls: ``{hash of ranks: count}`` of the calls of this rank with sets of ranks that lack a member of this
+            call.
         purpose: purpose of the round; "" for an ordinary call that is not fault tolerant.
         caller: the calling thread.
         payload: data for all other ranks.
@@ -195,13 +196,13 @@ def describe_error(error: BaseException) -> tuple[str, str]:
 
 @dataclass
 class RankStatus:
-    """What one rank publishes in the store about itself, for ranks that wait for it.
+    """The status that a rank publishes in the store for ranks that wait for it.
 
-    Only this rank writes its status, but another process may write that the rank is dead.
+    A rank writes its own status. One exception: another process may write that the rank is dead.
 
     Attributes:
         waiting: members and attempt of the round in which the rank waits; None if it waits in none.
-        skipped: ``{hash of ranks: [count, ranks]}`` of calls that the rank made and of which it is not a member.
+        skipped: ``{hash of ranks: [count, ranks]}`` of the calls of the rank in which it is no member.
         errors: number of calls that failed on the rank before their members were known.
         abandoned: ``{member as text: number}`` of abandoned calls with each member; not part of ``errors``.
         error: class and text of the last error.

@@ -25,9 +25,9 @@ from reshard.runtime.transport.descriptors import has_descriptors
 
 #: How long closing a group waits for each of its threads to end.
 END_SECONDS = 2.0
-#: A wait that ends later than asked by this much shows that the process was stopped, or the machine is overloaded.
+#: A wait that ends this much too late shows that the process was stopped, or that the machine is overloaded.
 STOPPED_PAUSE_SECONDS = 1.0
-#: After a pause, how long this rank blames no other rank for an absence that it may have missed the end of.
+#: Grace period of the other ranks after a pause of this rank. A rank that seems absent may have returned in the pause.
 RESUME_SECONDS = 3.0
 
 _lock = threading.RLock()  # like all locks that callers take: a signal handler may interrupt its holder
@@ -36,7 +36,11 @@ _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def known_groups(given: Any = None) -> list[Group]:
-    """The usable groups in which ranks may wait for a call of this rank that names no usable group, ``given``."""
+    """The usable groups in which other ranks may wait for this rank.
+
+    Args:
+        given: the group that the call of this rank names, which is not usable.
+    """
     if isinstance(given, Group) or (isinstance(given, dist.ProcessGroup) and not is_alive(given)):
         return []  # only the ranks of that group wait, and it cannot be used to notify them
     return [group for group in list(_all) if group.is_usable()]
@@ -53,7 +57,10 @@ class ConnectionUser(Protocol):
 
 
 class GroupResources:
-    """What a group releases when it is closed, collected or destroyed. Holds no reference to the group."""
+    """The resources that a group releases when it is closed, collected or destroyed.
+
+    This object holds no reference to the group.
+    """
 
     def __init__(self, store: Store) -> None:
         self.store = store

@@ -153,11 +153,16 @@ class Store:
         return value
 
     def read(self, key: str, make: Callable[[bytes], T], seconds: float = STORE_TIMEOUT_SECONDS) -> T:
-        """What ``make`` makes of the value of a key that exists; see :meth:`parse`."""
+        """The value of a key that exists, converted by ``make``; see :meth:`parse`."""
         return self.parse(key, self.get(key, seconds), make)
 
     def parse(self, key: str, value: bytes, make: Callable[[bytes], T]) -> T:
-        """What ``make`` makes of a value that the store has under a key.
+        """A value of the store, converted by ``make``.
+
+        Args:
+            key: key of the value, for the error.
+            value: the value as the store has it.
+            make: function that converts the value.
 
         Raises:
             ForeignValueError: ``make`` raises an error.

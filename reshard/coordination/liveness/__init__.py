@@ -1,1 +1,1 @@
-"""Which ranks are alive and in sync: published status, heartbeats, failure detection, membership."""
+"""Liveness of ranks: published status, heartbeats, failure detection, membership."""

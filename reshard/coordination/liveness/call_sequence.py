@@ -109,7 +109,7 @@ def leave_interrupted(
 
 @contextlib.contextmanager
 def publish_interruption(group: Group, find_members: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:
-    """Publish that this rank left a call if an exception ends it that is not published, such as KeyboardInterrupt.
+    """Publish that this rank left a call if an unpublished exception ends the call, such as KeyboardInterrupt.
 
     If this rank has not entered a round, it counts the call as left. Otherwise the other members may already be in the
     next round or in the transfer. To end the round, this rank publishes that it is out of sync with all ranks. To end
@@ -208,11 +208,11 @@ def find_lagging(requests: Sequence[RoundRequest], members: Sequence[int]) -> De
 
 
 def describe_unknown_members(rank: int, text: str) -> str:
-    """Why ranks are out of sync: a call failed on ``rank``, which takes part in calls with several sets of ranks."""
+    """The reason why ranks are out of sync: a call failed on ``rank``, which calls with several sets of ranks."""
     return f"rank {rank} failed a call whose members are unknown ({text})"
 
 
-# A skipped call is one whose members do not include the rank that makes it. These members may wait for that rank in
+# A rank *skips* a call if it makes the call but is not among its members. These members may wait for that rank in
 # another call.
 
 
@@ -246,7 +246,7 @@ def check_skipped(group: Group, members: Sequence[int], rank: int, status: RankS
 
 
 def acknowledge_skipped(group: Group, skipped: dict[str, Any]) -> None:
-    """Count skipped calls as handled, so that each of them fails only one call of this rank."""
+    """Count skipped calls as handled. Each skipped call then fails only one call of this rank."""
     for name, (count, ranks) in skipped.items():
         missing = count - _count_calls(group, ranks)
         if group.rank in ranks and missing > 0:
@@ -272,7 +272,7 @@ def _describe_skipped(rank: int, members: Sequence[int], other: int, ranks: Sequ
 
 
 def _count_calls(group: Group, ranks: Sequence[int]) -> int:
-    """How many calls of ``ranks`` this rank has made, or counted as handled."""
+    """The number of calls of ``ranks`` that this rank has made, or counted as handled."""
     call_group = group.call_groups.get(tuple(ranks))
     return (call_group.rendezvous.rounds if call_group else 0) + group.acknowledged.get(_hash_ranks(ranks), 0)
 

@@ -1,9 +1,9 @@
-"""Which ranks of a group survive. The ranks decide this in the store, so that all know the same lost ranks.
+"""Exclusion of lost ranks from a group. The ranks decide it in the store, so that all exclude the same ranks.
 
 Exclusions are numbered from 1. Exclusion ``n`` is the value of the key ``lost/<n>``: all ranks that are lost by then. A
 rank that wants to exclude others proposes the next exclusion by one compare-and-set. The first proposal becomes the
-exclusion, and every rank adopts it, also one that it excludes. A rank adopts exclusions in order, and proposes only
-after it has adopted all that exist. Nobody is excluded without the store. See decision 22.
+exclusion. Every rank adopts it, even if the exclusion names this rank. A rank adopts exclusions in order, and proposes
+only after it has adopted all that exist. Nobody is excluded without the store. See decision 22.
 
 If the first member of a round proposes, the exclusion carries the decision of that round. The other members take it
 from there if they get no answer.

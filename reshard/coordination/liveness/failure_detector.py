@@ -1,4 +1,4 @@
-"""Why an awaited rank does not come, according to its published status."""
+"""Failure detection: errors of an awaited rank, found from the status that it published in the store."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from reshard.coordination.liveness.membership import MembersLostError, OutOfSync
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.formatting import format_ranks
 
-#: After the store is lost, how long to wait for a connection that shows which rank ended.
+#: After the store is lost, time to wait for a broken connection, which shows which rank ended.
 CAUSE_SECONDS = 1.0
 
 
 def check_rank_status(
     group: Group, members: tuple[int, ...], rank: int, status: RankStatus, fault_tolerant: bool = False
 ) -> None:
-    """Raise if the status of ``rank`` shows that it will not come to the call that this rank waits in.
+    """Raise an error if, by its status, ``rank`` will not take part in the call in which this rank waits.
 
-    That holds if it waits for this rank in a call with other members, calls without this rank, or has left this call.
+    There are three such cases: ``rank`` waits for this rank in a call with other members, it calls without this rank,
+    or it has left this call.
 
     Args:
-        members: ranks of the call that this rank waits in.
+        members: ranks of the call in which this rank waits.
         rank: the awaited rank.
         status: its published status.
 
@@ -71,9 +72,11 @@ def check_rank_status(
 
 
 def explain_loss(check_status: Callable[[], None], text: str, reason: Sequence[str] | None) -> Decision:
-    """Why a connection ended: the error that ``check_status`` raises from the peer's status, which may be lost.
+    """The decision after a connection ended. Its error is the first of these that exists.
 
-    Otherwise, ``reason``: class and text of the error that the peer gave when it said goodbye; or else ``text``.
+    1. The error that ``check_status`` raises from the published status of the peer.
+    2. ``reason``: class and text of the error that the peer sent before it closed the connection.
+    3. A ``RemoteError`` with ``text``.
     """
     try:
         check_status()
@@ -87,7 +90,7 @@ def explain_loss(check_status: Callable[[], None], text: str, reason: Sequence[s
 
 
 def explain_lost_store(group: Group, error: BaseException) -> ReshardError:
-    """The error of a call that lost the store: the one that ended another rank, or the name of a rank that is gone."""
+    """The error of a call that lost the store: the error that ended another rank, or one that names a lost rank."""
     deadline = time.monotonic() + CAUSE_SECONDS
     while True:
         for call_group in list(group.call_groups.values()):

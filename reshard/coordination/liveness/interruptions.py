@@ -62,7 +62,7 @@ def publish_exceptions(
 def keep_exceptions_local(function: F) -> F:
     """Decorate a function whose interruption other ranks need not know of, such as ``wait()``.
 
-    An exception that ends it counts as published, so that an enclosing :func:`publish_exceptions` ignores it.
+    An exception that ends the context counts as published. An enclosing :func:`publish_exceptions` then ignores it.
     """
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""The errors that name lost ranks: who is lost, what this rank waited for, and how it knows."""
+"""The errors that name lost ranks: the ranks, what this rank waited for, and the evidence."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Membership: decides which ranks may still call together. Tracks out-of-sync sets of ranks, and lost ranks.
 
 The ranks of a set match their calls by order. A timeout or an interrupt can make one rank leave a call that the others
-are still in. Then the order no longer matches: a rank that arrives later may be in that call or in the next one, and
-its request does not show which. So ranks mark the set as out of sync in their published status, and every rank
-that reads the mark refuses further calls of the set.
+are still in. Then calls can no longer be matched by their order: a request that arrives later may belong to that call
+or to the next one. So ranks mark the set as out of sync in their published status, and every rank that reads the mark
+refuses further calls of the set.
 
 A rank that misses a fault-tolerant call is lost. The other ranks agree on that (see
-:mod:`reshard.coordination.liveness.exclusions`), and exclude it from all further calls. If it calls again, it gets an
-error that says so, even if the others have ended by then.
+:mod:`reshard.coordination.liveness.exclusions`), and exclude it from all further calls. If such a rank calls again, it
+gets an error that says so, even if the other ranks have ended by then.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def check_membership(group: Group, members: Sequence[int], fault_tolerant: bool)
 
 
 def remaining_ranks(group: Group, members: Sequence[int]) -> tuple[int, ...]:
-    """The members that are not lost, and this rank, whose round raises an error if it is lost."""
+    """The members that are not lost. This rank is always included: if it is lost, its round raises an error."""
     return tuple(rank for rank in members if rank not in group.lost or rank == group.rank)
 
 

@@ -1,4 +1,4 @@
-"""What a rank publishes in the store for the others: its status (current call, last error) and its heartbeat."""
+"""The status (current call, last error) and the heartbeat that a rank publishes in the store for the others."""
 
 from __future__ import annotations
 

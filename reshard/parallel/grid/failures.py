@@ -17,7 +17,7 @@ class Peers(Protocol):
 
 
 class Failures:
-    """What failed on this rank. The axes of a grid share one object. After the first error, no collective starts.
+    """The first error on this rank, shared by the axes of a grid. After it, no collective starts.
 
     Attributes:
         report: publishes an error for all ranks of the grid.

@@ -3,9 +3,10 @@
 Every rank writes its messages into its own memory, which the others map. They copy or add from there, so no message
 passes a socket. Ranks that cannot map the memory of all others, such as ranks in different containers, use Gloo.
 
-The memory is an unnamed file, which ends with the processes that have it open, even if they are killed. It begins with
-a counter of messages, on which other ranks wait, a flag that there will be no more, and a ring of entries: the kind of
-each message and the place of its buffer. A buffer begins with the interval that each rank reads.
+The memory is an unnamed file, which ends with the processes that have it open, even if they are killed. The file begins
+with three fields: a counter of messages, on which other ranks wait; a flag that no message will follow; and a ring of
+entries, each with the kind of a message and the place of its buffer. A buffer begins with the interval that each rank
+reads.
 
 Writing never waits for other ranks: it takes a buffer that all ranks have read, or else the memory grows. Ranks may
 therefore start collectives in one order and wait for them in another. The memory holds as many buffers as were in use
@@ -65,7 +66,7 @@ class NotStartedError(RuntimeError):
 
 
 class LocalRanks(Protocol):
-    """What the memory reads of an axis whose ranks are on one host: see :class:`Axis`."""
+    """The part of an axis that the shared memory reads. Its ranks are on one host: see :class:`Axis`."""
 
     group: Any
     ranks: tuple[int, ...]
@@ -134,7 +135,7 @@ class HostCollectives:
     def move(
         self, kind: str, parts: Sequence[Parts], targets: Sequence[Parts], result: torch.Tensor
     ) -> PostedCollective:
-        """Copy what each rank ``i`` has for this one to the tensors ``targets[i]``, which are rows of ``result``.
+        """Copy the data of each rank ``i`` for this rank to the tensors ``targets[i]``, which are rows of ``result``.
 
         Args:
             kind: ``ALL_GATHER`` or ``EXCHANGE``.
@@ -213,7 +214,7 @@ class HostCollectives:
         return offset, capacity
 
     def mark_failed(self) -> None:
-        """Let the ranks that wait for this one know that it will write no more messages."""
+        """Tell the ranks that wait for this rank that it will write no further messages."""
         _native.publish_number(self._words[self._index], _FAILED, 1)
 
     def _has_started(self, rank: int, number: int, seconds: float) -> bool:
@@ -239,7 +240,7 @@ class HostCollectives:
                     raise NotStartedError(self._ranks[rank], self._seconds)
 
     def read(self, message: PostedCollective) -> list[Any]:
-        """What each rank has for this one, as flat tensors in its memory; None of this rank.
+        """The data of each rank for this rank, as flat tensors in the memory of that rank; None for this rank itself.
 
         Raises:
             DisagreementError: a rank called another collective, or has another number of bytes for this one.

@@ -9,7 +9,8 @@ import torch
 
 from reshard.errors import ReshardError
 
-#: Turns the error of a collective into one of ours, given the ranks that this one waits for, and whether in a backward.
+#: Converts the error of a collective into an error of this package. Its arguments: the awaited ranks, and whether this
+#: rank waits in a backward.
 Explain = Callable[[RuntimeError, Sequence[int], bool], ReshardError]
 #: Added in float32.
 SHORT_DTYPES = (torch.bfloat16, torch.float16)

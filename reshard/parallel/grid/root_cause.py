@@ -70,8 +70,8 @@ class RootCauseFinder:
         """The error to raise after a failed collective: another rank's error, or one that names the ranks at fault.
 
         The port of a rank that has ended, killed or after its own error, refuses connections. A rank that is stopped
-        sends no more heartbeats. Otherwise, the ranks say whom they wait for. A rank that others wait for in a
-        backward, and that waits outside of a backward, has skipped it.
+        sends no more heartbeats. Otherwise, the ranks say whom they wait for. If others wait for a rank in a backward,
+        and that rank waits outside of a backward, then it has skipped the backward.
 
         Args:
             error: the failure.
@@ -102,7 +102,7 @@ class RootCauseFinder:
         return self._call_group.fail(self._generation, RemoteError(text))
 
     def _find_culprits(self) -> str:
-        """The ranks that others wait for and that do not wait themselves, and what they have missed; "" if unknown."""
+        """The awaited ranks that do not wait themselves, and the collective that they have missed; "" if unknown."""
         waits: dict[int, tuple[list[int], bool]] = {}
         with contextlib.suppress(RuntimeError):  # the store may be lost
             for rank in self._call_group.members:

@@ -1,7 +1,7 @@
 """Compare, before gradients are summed, which function each rank of an axis has called.
 
-Ranks that call different functions would otherwise post different collectives on one process group, and so would a rank
-whose backward failed. Gloo then ends the process, or sums the gradients of different steps.
+Without this comparison, ranks that call different functions, or a rank whose backward failed, would post different
+collectives on one process group. Gloo then ends the process, or sums the gradients of different steps.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from .dropout import dropout_mask
 
 @dataclass(frozen=True)
 class Heads:
-    """Which heads each column of a grid computes.
+    """The heads that each column of a grid computes.
 
     Args:
         grid: the grid.

@@ -117,7 +117,7 @@ class _Lookup(torch.autograd.Function):
 
 
 class _Routes:
-    """What this rank sends to and receives from each rank of its layer.
+    """The data that this rank exchanges with each rank of its layer of the grid.
 
     Attributes:
         sends: for each rank, the entries and the features of the local table to send.

@@ -33,8 +33,8 @@ class Linear(OnGrid):
     Args:
         linear: the layer with the whole weight, ``[out_features, in_features]``.
         grid: the grid.
-        cut_rows: dim of the weight that is cut over the rows of the grid, "in" or "out"; default: the smaller one, and
-            "out" if they are equal, because both products of the backward then share what moves. The other dim is cut
+        cut_rows: dim of the weight that is cut over the rows of the grid, "in" or "out"; default: the smaller dim. If
+            both are equal: "out", because both products of the backward then share an all-gather. The other dim is cut
             over columns. The activation that has the dim ``cut_rows``, x or y, moves along grid rows.
         panel: largest number of elements of the dim ``cut_rows`` that move at a time; bounds the memory of a product.
         keep_inputs: keep what the forward gathers of the input until the backward, which then does not gather it again.

@@ -87,8 +87,8 @@ class Dataflows(NamedTuple):
 class LayerProducts:
     """The three products of a layer, and what its ranks receive.
 
-    An all-gather that two of the products need is made once: both products of a backward need the gradient of the
-    output, and with ``keeps_input``, the weight gradient needs what the forward gathered of the input.
+    An all-gather that two products need is made once. Both products of a backward need the gradient of the output. With
+    ``keeps_input``, the weight gradient needs the input that the forward has gathered.
 
     Args:
         shape: sizes of the weight.

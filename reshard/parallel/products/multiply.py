@@ -18,7 +18,8 @@ from ..grid.cuts import Span, intersect, size_of, total
 from ..grid.pending import SHORT_DTYPES, PendingResult, ordered_sum
 from .dataflow import ProductShape
 
-#: A product as a generator. It yields after it starts collectives, so that another product can start its own.
+#: A product as a generator. The generator yields after it has started collectives. Another product can then start its
+#: own.
 Steps = Generator[None, None, torch.Tensor]
 
 

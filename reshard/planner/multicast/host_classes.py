@@ -1,4 +1,8 @@
-"""Host classes: classes of regions grouped by holder and destination hosts, and their numbers of chunks."""
+"""Host classes: classes of regions grouped by holder and destination hosts, and their numbers of chunks.
+
+Example: hosts 0 and 1 have ranks 0-7 and 8-15. Rank 0 sends region A to rank 8, and rank 1 sends region B to rank 9. A
+and B are two classes, because their ranks differ. They are one host class, because both go from host 0 to host 1.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +16,23 @@ from reshard.planner.multicast.classes import Classes, group_rows, sum_by
 from reshard.ragged import NO_RANK, distinct_values, ranges
 from reshard.topology import Topology
 
-#: Slots of a plan if messages have no latency: a slot is the time of one chunk on the busiest port. With this many,
-#: filling the pipeline takes little time.
+#: Number of slots of a plan if messages have no latency. A slot is the time of one chunk on the busiest port. With this
+#: many slots, filling the pipeline takes little of the time.
 MAX_SLOTS = 256
-#: Limit on chunks x receiving hosts; with more hosts there are fewer chunks, but at least ``_MIN_SLOTS``.
+#: Limit on chunks x receiving hosts. More hosts get fewer chunks, but at least ``_MIN_SLOTS``.
 _MAX_ARRIVALS = 2**14
 _MIN_SLOTS = 64
 #: Like ``MAX_SLOTS``, per NIC of a host with several NICs.
 _SLOTS_OF_NIC = 128
-#: Smallest chunk size relative to the largest; slow ports get smaller chunks.
+#: Smallest size of a chunk, as a fraction of the largest chunk. Slow ports get smaller chunks.
 _MIN_RELATIVE_SPEED = 1 / 8
 #: Smallest chunk if the topology gives no latency.
 _MIN_CHUNK_BYTES = 2**14
 #: Up to this many ranks of a host forward a piece along a chain; more ranks form a binary tree.
 LONGEST_CHAIN = 8
-#: Share of a rank's bandwidth inside its host that forwarding may use if one rank serves a NIC alone.
+#: If one rank serves a NIC alone, forwarding may use this share of the rank's bandwidth inside its host.
 _MAX_INSIDE_SHARE = 0.5
-#: Limit on (number of slots, load of a link) pairs that are priced at once, so that they fit the cache of a core.
+#: Limit on (number of slots, load of a link) pairs that are estimated at once. So many pairs fit the cache of a core.
 _MAX_LOADS_AT_ONCE = 10_000
 _NO_HOST = np.iinfo(np.int64).max
 
@@ -110,7 +114,8 @@ def _members(table: np.ndarray, padding: int) -> RaggedRows:
 class _LinkLoads:
     """The traffic that every plan sends through links: all bytes of ``host_class[i]`` pass ``link[i]``.
 
-    A link is one direction of a host's NICs or of a pod's uplink, or the egress of all senders together.
+    There are three kinds of links here: one direction of all NICs of a host together, one direction of the uplink of a
+    pod, and the egress of all sending hosts together.
 
     Attributes:
         link, host_class: ``(loads,)``.
@@ -128,11 +133,11 @@ class _LinkLoads:
         return float((self._total(nbytes) / self.rate).max(initial=0.0))
 
     def seconds_of_chunks(self, counts: np.ndarray, nbytes: np.ndarray, latency_seconds: float) -> np.ndarray:
-        """``(rows,)`` time of the busiest link for chunks of each host class; ports pass whole chunks.
+        """``(rows,)`` time of the busiest link, where ports pass whole chunks.
 
         Args:
             counts, nbytes: ``(rows, host_classes)`` number of chunks, and bytes of a chunk.
-            latency_seconds: time that a port spends per chunk, besides its bytes.
+            latency_seconds: time that a port spends per chunk in addition to the time of its bytes.
         """
         count = _sum_rows(self.link, counts[:, self.host_class], len(self.rate))
         counted = np.ceil(count / self.ports) * self.ports  # every port counts the chunks of the busiest one
@@ -153,9 +158,13 @@ def _sum_rows(key: np.ndarray, amount: np.ndarray, size: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class _FanOut:
-    """Traffic inside hosts: chunks of ``host_class[i]`` arrive at ``host[i]`` and move on ``num_forwards[i]`` times.
+    """Traffic inside hosts: each chunk of ``host_class[i]`` that enters ``host[i]`` is forwarded inside it.
 
-    ``num_ranks`` is ``(hosts,)``, the receiving ranks that share the work.
+    Attributes:
+        host, host_class, num_forwards: ``(entries,)`` the host, the host class, and the mean number of forwards of a
+            chunk.
+        num_ranks: ``(hosts,)`` number of receiving ranks, which share the forwards.
+        bytes_per_second, latency_seconds: rate and latency of a message inside a host.
     """
 
     host: np.ndarray
@@ -270,8 +279,8 @@ def busiest_port_seconds(topology: Topology, host_classes: HostClasses) -> float
     )
 
 
-#: Chunks that end where classes end, but need more messages, must save at least this share of the estimated time: the
-#: CPU time of messages is not part of the estimate.
+#: Chunks that end where classes end may need more messages. They are then used only if they save at least this share of
+#: the estimated time, because the estimate leaves out the CPU time of messages.
 MIN_GAIN = 0.05
 
 
@@ -280,9 +289,11 @@ def count_chunks(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The number of chunks of each host class that minimizes the estimated time: busiest link plus pipeline fill.
 
-    Small chunks fill the pipeline fast, large chunks pay few latencies, and ports that pass whole chunks lose time to
-    rounding. Slow ports get smaller chunks, so that all chunks take the same time. If all classes are equally large,
-    chunks end where classes end if that takes no longer, and saves :data:`MIN_GAIN` if it makes more messages.
+    - Small chunks fill the pipeline fast. Large chunks pay few latencies.
+    - A port passes whole chunks, so rounding costs time.
+    - Slow ports get smaller chunks, so that all chunks take the same time.
+    - If all classes have equal sizes, chunks may end where classes end. They do so if that takes no longer. If it needs
+      more messages, it must also save :data:`MIN_GAIN`.
 
     Args:
         topology: the network.
@@ -450,7 +461,7 @@ def _equal_classes(host_classes: HostClasses) -> int:
 
 
 def _speeds(host_classes: HostClasses, topology: Topology) -> np.ndarray:
-    """``(host_classes,)`` ingress rate of the slowest destination, or egress rate of the fastest holder if lower."""
+    """``(host_classes,)`` the lower of two rates: ingress of the slowest destination, egress of the fastest holder."""
     hosts = [topology.host(h) for h in range(topology.num_hosts)]
     out = np.array([max(nic.egress_bytes_per_second for nic in host.nics) for host in hosts])
     into = np.array([max(nic.ingress_bytes_per_second for nic in host.nics) for host in hosts])

@@ -102,7 +102,7 @@ def _number_parts(classes: Classes, topology: Topology) -> tuple[np.ndarray, int
 
 @dataclass(frozen=True, eq=False)
 class _UplinkLoads:
-    """What parts bring over the uplinks of pods; all arrays ``(parts, pods)``.
+    """The bytes of parts on the uplinks of pods; all arrays ``(parts, pods)``.
 
     Attributes:
         leaving, entering: bytes.

@@ -10,7 +10,7 @@ from reshard.plan import num_recv_slots
 from reshard.planner.multicast.native_schedule import ChunkSchedule, put_in_order
 from reshard.planner.multicast.workload import ChunkWorkload
 
-#: Up to this many receivers per class it is faster to compare a message with each of them than to search for it.
+#: Up to this many receivers per class, comparing a message with each receiver is faster than a search.
 _MAX_COMPARED = 16
 
 

@@ -27,7 +27,7 @@ MAX_MULTICAST_CHUNK_BYTES = 32 * 2**20
 #: Value of :attr:`ChunkWorkload.max_lead` if one rank can serve its NIC alone: ranks that take turns wait for each
 #: other.
 _UNLIMITED_LEAD = 2**20
-#: Rates that differ by less than this fraction count as equal, so that transfers end together.
+#: Rates that differ by less than this fraction count as equal. Transfers at equal rates end together.
 _RATE_TOLERANCE = 0.04
 #: Limit on scheduling steps, which take a few seconds. Above it, regions are broadcast in rotation.
 _MAX_STEPS = 2 * 10**9
@@ -128,8 +128,8 @@ def multicast_near(problem: PlanProblem) -> Routes | Transfers:
 def multicast_from_partners(problem: PlanProblem) -> Routes | Transfers:
     """Like :func:`multicast`, but each sender keeps the same receiver for as long as it can.
 
-    This helps if holders have different rates and receivers exchange what they get: each receiver then keeps the
-    senders that match its rate.
+    This helps if holders have different rates and receivers exchange chunks: each receiver then keeps the senders that
+    match its rate.
     """
     return schedule_chunks(problem, keeps_partners=True)
 

@@ -1,1 +1,1 @@
-"""What strategies take and return, and strategies that send whole regions: direct sends, all-gathers, broadcasts."""
+"""Inputs and results of strategies, and strategies that send whole regions: direct sends, all-gathers, broadcasts."""

@@ -12,7 +12,7 @@ from reshard.topology import Topology
 from .problem import PlanProblem
 from .routes import Routes, copy_routes
 
-#: Chunk size of transfers with one hop, and of transfers inside a host. It is large, so that there are few messages.
+#: Chunk size of transfers with one hop, and of transfers inside a host. A large limit means few messages.
 #: But a transfer still has several chunks, so that packing one overlaps with sending another.
 DIRECT_CHUNK_BYTES = 8 * 2**20
 #: Chunk size of regions that must be packed. Four such chunks fit the share of a send queue, a quarter of the default

@@ -1,9 +1,9 @@
 """Programs of a few small messages, each one run of bytes of an array. The thread that starts one posts all of it.
 
 Such a program needs no staging, waits for no event of this or another rank, and forwards nothing. So all of its
-operations can start at once, and only their ends need a thread. Posting does not block, and operations of a pair of
-ranks are posted in plan order, as :mod:`reshard.runtime.cpu.executor` posts them, so one end of a message may be posted
-here and the other there.
+operations can start at once, and only their ends need a thread. Posting does not block. Operations between two ranks
+are posted in plan order, as in :mod:`reshard.runtime.cpu.executor`. So one end of a message may be posted here and the
+other end there.
 
 Gloo cannot say whether a message has arrived, except by a wait, which no signal interrupts. So
 :meth:`DirectProgram.post` can mark the end of each receive buffer. Bytes arrive in order: once the mark is gone, a wait
@@ -27,8 +27,8 @@ from reshard.runtime.cpu.staging import carrier
 from reshard.runtime.program import RankProgram, Recv, Send
 from reshard.runtime.transport import Transport, Work, wait_for
 
-#: Most bytes that a rank sends and receives in such a program. A larger one costs the thread that starts it more time
-#: in copies to the socket than another thread costs.
+#: Most bytes that a rank sends and receives in such a program. With a larger message, the copy to the socket would cost
+#: the calling thread more time than a second thread costs.
 DIRECT_BYTES = 2**18
 #: Most messages of such a program in one direction.
 DIRECT_MESSAGES = 8

@@ -1,8 +1,8 @@
 """Run one rank's program over a transport. Each kind of operation is posted and waited for in plan order.
 
 A rank has four queues: receives, sends to other hosts, sends inside its host, and notifications from other ranks. Each
-queue posts its operations in plan order, and its own thread waits for them in that order. No queue blocks another, so a
-rank receives a chunk while it still forwards the previous one, and both directions of a link are busy at once. When a
+queue posts its operations in plan order, and its own thread waits for them in that order. No queue blocks another. So a
+rank receives a chunk while it still forwards the previous chunk, and both directions of a link are busy at once. When a
 wait returns, the thread posts every operation that can now start, in any queue.
 
 Why it cannot deadlock: All ranks share one total order of messages. Each queue of messages has its own buffer pool and
@@ -59,7 +59,7 @@ class WrongCopyError(Exception):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a program runs.
+    """Settings with which a program runs.
 
     Attributes:
         deadline: value of ``time.monotonic()`` at which waits time out.

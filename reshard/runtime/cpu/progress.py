@@ -1,4 +1,4 @@
-"""How far a rank is in a transfer."""
+"""Progress of a rank in a transfer."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _find_blocks(  # type: ignore[no-untyped-def]
     SCALE_BYTES: tl.constexpr,
     CODE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Where the blocks of this program are: which exist, their values, which of those exist, scales, and codes."""
+    """Offsets of the blocks of this program: which blocks exist, values, which values exist, scales, and codes."""
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)  # in 32 bits: a division in 64 bits takes longer than a code
     row = block // per_row
     at = block - row * per_row

@@ -130,9 +130,10 @@ class Communicator:
             raise NcclError(f"NCCL failed {what}: {self.nccl.describe(result)}")
 
     def find_error(self) -> str | None:
-        """Why this communicator failed, such as an exited peer; None if it works, is in use, was aborted or is closed.
+        """The reason why this communicator failed, such as an exited peer.
 
-        It does not block, not even while another thread is inside NCCL.
+        None if it works, is in use, was aborted or is closed. The call does not block, not even while another thread is
+        inside NCCL.
         """
         if not self._lock.acquire(blocking=False):
             return None
@@ -230,8 +231,8 @@ class Communicator:
     def begin_abort(self) -> None:
         """Like :meth:`abort`, but do not wait.
 
-        An abort ends when all kernels of the device have ended. So a program with several communicators must begin to
-        abort all of them before it waits for one.
+        An abort ends when all kernels of the device have ended. So a program with several communicators must begin all
+        aborts before it waits for the first.
         """
         with self._ending:
             if self._aborted or self._closed:
@@ -264,8 +265,8 @@ class Communicator:
     def begin_close(self) -> None:
         """Let NCCL finish the operations under way, but do not wait for it; :meth:`close` does.
 
-        A program with several communicators begins to close all of them before it waits for one, so that all of them
-        share one deadline.
+        A program with several communicators begins to close all before it waits for the first. All then share one
+        deadline.
         """
         if self._close_by is None:
             self._close_by = time.monotonic() + CLOSE_SECONDS
@@ -293,8 +294,8 @@ class Communicator:
     def close(self) -> None:
         """Wait for operations under way, then destroy the communicator. Abort it after an error or a time-out.
 
-        It does not look for errors of other ranks: a rank that has finished may be gone, and an abort here would tell
-        those still at work that this rank has died.
+        Errors of other ranks are ignored here. A rank that has finished may be gone, and an abort would tell the ranks
+        that still work that this rank has died.
 
         Returns at the latest :data:`CLOSE_SECONDS` after :meth:`begin_close`, plus the time of an abort.
         A thread goes on with a destruction that takes longer: NCCL frees device memory, which waits for the kernels of

@@ -115,9 +115,9 @@ class CudaRoundStreams:
 class CudaTransferStream:
     """A high-priority stream on a CUDA device, with two more for packing and unpacking.
 
-    Each communicator has one, which its Movers share. Torch has 32 streams of a priority and hands them out in turn. If
-    every Mover had its own, a large pipeline would use one stream for both directions, where a receive that waits for
-    another rank blocks what that rank waits for.
+    Each communicator has one, which its Movers share. Torch has 32 streams of a priority and hands them out in turn.
+    If every Mover had its own, both directions of a large pipeline would share a stream. Then a receive that waits for
+    another rank would block the send for which that rank waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -263,7 +263,7 @@ class Breakable(Protocol):
     """An exchange whose connections may fail."""
 
     def find_error(self) -> str | None:
-        """Why the exchange failed; None if it works."""
+        """The reason why the exchange failed; None if it works."""
 
 
 class StreamRunner:
@@ -283,7 +283,7 @@ class StreamRunner:
         return self._runner.allocated_bytes
 
     def find_error(self) -> str | None:
-        """Why the connections failed; None if they work."""
+        """The reason why the connections failed; None if they work."""
         return self._exchange.find_error() if isinstance(self._exchange, Breakable) else None
 
     def start(self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> Mark | None:

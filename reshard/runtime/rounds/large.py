@@ -1,8 +1,9 @@
-"""What a transport such as NCCL moves in large groups: messages that need no buffer, and data for all other ranks.
+"""Large groups of a transport such as NCCL: messages that need no buffer, and data for all other ranks.
 
-A message of whole rows is contiguous in every array that holds it, so if the arrays are contiguous and not cast, it
-needs no buffer, and a round may be much larger than the buffer. Where every tree of a plan reaches all other ranks, the
-broadcast of the transport replaces the trees: it knows the links inside its hosts, and one call serves all ranks.
+A message of whole rows is contiguous in every array that holds it. If the arrays are contiguous and not cast, such a
+message needs no buffer, and a round may be much larger than the buffer. If every tree of a plan reaches all other
+ranks, broadcasts of the transport replace the trees: the transport knows the links inside hosts, and one call serves
+all ranks.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class LargeRounds:
     Attributes:
         round_of: the round of each message, by message id.
         direct: ids of the messages that need no buffer if the arrays are contiguous and not cast.
-        joined: ``{message id: number}`` of direct messages. Those of a number are adjacent in the memory of both ranks,
-            which send and receive them as one.
+        joined: ``{message id: number}`` of direct messages. Messages with one number are adjacent in the memory of both
+            ranks. They are sent and received as one.
         broadcast_of: ``{message id: (number of the broadcast, number of its part)}`` if broadcasts replace the
             messages; else empty. The parts of a broadcast are adjacent in the memory of each rank.
         roots: rank that holds the data, by number of the broadcast.
@@ -54,7 +55,7 @@ def find_direct(plan: Plan, messages: MessageTable) -> np.ndarray:
 
 
 def join_messages(plan: Plan, messages: MessageTable, direct: np.ndarray, at: np.ndarray) -> dict[int, int]:
-    """Number direct messages between two ranks so that those in one round that are adjacent have one number.
+    """Number direct messages between two ranks. Adjacent messages of one round get one number.
 
     Args:
         direct: ``(n,)`` rows of the direct messages.

@@ -2,8 +2,8 @@
 
 The host never waits for the device. On CUDA, packing, exchange and unpacking of several rounds use three streams, and
 the buffer has two halves, so that a round is packed while the previous one is under way. All tables are made and copied
-to the device before the first round is posted: a host-to-device copy that is queued after a receive could block the
-host before it posts the operation that the receive waits for.
+to the device before the first round is posted. A copy from host to device that is queued behind a receive could block
+the host, and the host would then not post the send for which the receive waits.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ class RoundRunner:
     """Runs a program in rounds, with one buffer that is allocated on first use and kept.
 
     The buffer has two halves that rounds use in turn (one if two do not fit), and space for relayed messages. A
-    ``copier`` packs and unpacks a round in a few launches. Arrays that are not contiguous or are cast are copied box by
-    box, and so is what does not fit: all of it, or the tables for arrays of another alignment than before.
+    ``copier`` packs and unpacks a round in a few launches. Some boxes are copied one by one: boxes of arrays that are
+    not contiguous or are cast, and boxes whose tables do not fit into ``staging_bytes``. Arrays with another alignment
+    than before need further tables.
 
     Args:
         round_of: the round of each message, from :func:`~reshard.runtime.rounds.schedule.find_rounds`; or large rounds.

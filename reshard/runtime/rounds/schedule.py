@@ -4,9 +4,9 @@ A round is a set of messages. Each rank posts its sends and receives of a round 
 ``ncclGroupEnd``), in the plan's order, and its groups in round order.
 
 Why it cannot deadlock. A message is in the same round at both ends, and a rank starts a round when it has finished all
-earlier ones. Take the first round that some rank has not finished. Every rank has finished all earlier rounds in which
-it takes part, so each rank with messages in this round posts them without waiting for anything else. Both ends of every
-message are then posted, and the round finishes. A forwarded message arrives in an earlier round than it is sent.
+earlier ones. Take the first round that some rank has not finished. Each rank of this round has finished all earlier
+rounds in which it takes part. So it posts its messages of this round without waiting for anything else. Both ends of
+every message are then posted, and the round finishes. A forwarded message arrives in an earlier round than it is sent.
 Messages between two ranks match because both ranks post them in the same order: by round, then in the plan's order.
 """
 
@@ -51,7 +51,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank posts as a group.
+    """The messages that one rank posts as one group.
 
     Attributes:
         recvs, sends: messages, in the plan's order.
@@ -87,8 +87,8 @@ def find_rounds(plan: Plan) -> dict[int, int]:
 def find_large_rounds(plan: Plan) -> LargeRounds:
     """The rounds for a transport that broadcasts, and moves messages that need no buffer in large groups.
 
-    A round holds such messages of at most :data:`~.large.DIRECT_ROUND_BYTES` in each direction of a rank, beside what
-    :func:`find_rounds` allows.
+    A round holds such messages of at most :data:`~.large.DIRECT_ROUND_BYTES` in each direction of a rank, in addition
+    to what :func:`find_rounds` allows.
     """
     rounds = _Rounds(plan)
     if not any(rounds.relays.is_relay):
@@ -104,7 +104,7 @@ def find_large_rounds(plan: Plan) -> LargeRounds:
 
 
 class _Rounds:
-    """What the rounds of a plan depend on."""
+    """The properties of a plan on which its rounds depend."""
 
     def __init__(self, plan: Plan) -> None:
         messages = tabulate_messages(plan)

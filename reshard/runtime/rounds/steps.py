@@ -1,4 +1,4 @@
-"""What a rank does in one round with arrays of given kinds: the messages that it posts or packs."""
+"""The steps of a rank in one round, for arrays of given kinds: the messages that it posts or packs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class CompiledRound:
 
     Attributes:
         recvs, sends: the messages to post.
-        broadcasts: posted beside them.
+        broadcasts: posted in the same group.
         pack_tables, pack_views: copied into the buffer before the exchange.
         unpack_tables, unpack_views: copied out of the buffer after the exchange.
         after_unpack: the last step whose unpacked data the sends of this one read; -1 if none.

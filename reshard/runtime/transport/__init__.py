@@ -1,4 +1,4 @@
-"""How bytes move between ranks: the interface of a transport, and the connections of Gloo and NCCL.
+"""Transports, which move bytes between ranks: their interface, and the connections of Gloo and NCCL.
 
 Imports :mod:`reshard.runtime.cuda` and the root.
 """

@@ -267,8 +267,8 @@ class GlooTransport:
 def abort_group(group: Any) -> None:
     """Close all connections of a group.
 
-    Gloo's Python API has no abort, but a wait that times out closes all connections of its group. No receive can be
-    posted on a connection that is closed already, such as that to a dead rank, so this tries all ranks in turn.
+    Gloo's Python API has no abort, but a wait that times out closes all connections of its group. A receive cannot be
+    posted on a closed connection, such as one to a dead rank. So this function tries all ranks in turn.
     """
     for rank in range(group.size()):
         if rank != group.rank():

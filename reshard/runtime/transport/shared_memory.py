@@ -1,8 +1,8 @@
 """Large messages between ranks on one host, through shared memory. Linux only.
 
 Each rank has a segment of shared memory with a ring of slots for each other rank of its host. The sender copies boxes
-of its arrays into slots, and the receiver copies the slots into boxes of its arrays, so that each byte is copied twice
-while it stays in the cache, whatever the strides of the arrays are. See decision 30.
+of its arrays into slots, and the receiver copies the slots into boxes of its arrays. So each byte is copied twice,
+whatever the strides of the arrays are, and stays in the cache between both copies. See decision 30.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Which part of which source tensor becomes which part of which destination tensor: rules, and families of models."""
+"""Mappings from parts of source tensors to parts of destination tensors: rules, and families of models."""

@@ -76,10 +76,10 @@ _STACKED: tuple[tuple[Rule, ...], ...] = (
     ),
 )
 
-#: Tensors with a row for each token, which may be padded.
+#: Tensors with one row for each token of the vocabulary. Either side may pad the rows.
 VOCABULARY = "{p}.embed_tokens.weight", "{p}.wte.weight", "lm_head.weight"
 
-#: Groups of rules; a group applies if it gives more tensors of the destination their shape, and takes none away.
+#: Groups of rules. A group applies if more tensors of the destination then get their shape, and no tensor loses it.
 GROUPS: tuple[tuple[Rule, ...], ...] = (
     *_FUSED,
     *(inverted(group) for group in reversed(_FUSED)),

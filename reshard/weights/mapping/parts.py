@@ -30,7 +30,7 @@ def intersect(first: range, second: range) -> range:
 
 
 def positions(inner: range, outer: range) -> range:
-    """Where the numbers of one range lie in another one that has all of them."""
+    """The positions of the numbers of one range in another range that has all of them."""
     if not inner:
         return range(0)
     step = inner.step // outer.step if len(inner) > 1 else 1

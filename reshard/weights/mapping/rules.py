@@ -1,4 +1,4 @@
-"""Rules: how the tensors of a trainer become those of an engine that names, fuses, stacks or transposes them otherwise.
+"""Rules convert the tensors of a trainer to those of an engine that names, fuses, stacks or transposes them otherwise.
 
 A rule is data. It maps names and regions, never values, and it has an inverse. In its patterns, ``{p}`` stands for any
 text and ``{e:d}`` for a number; equal placeholders stand for equal text.
@@ -21,7 +21,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class _Rule:
-    """What others ask of every rule. A rule overrides the answers that differ."""
+    """Properties of every rule, with their usual values. A rule overrides the values that differ."""
 
     #: Whether elements of the destination may come from no element of the source.
     adds_elements: ClassVar[bool] = False
@@ -29,7 +29,7 @@ class _Rule:
     drops_elements: ClassVar[bool] = False
 
     def wanted_before(self, wanted: Shapes) -> Shapes:
-        """The shapes that rules before this one look up, if those after it look up ``wanted``."""
+        """The shapes that earlier rules look up, if later rules look up ``wanted``."""
         return wanted
 
 
@@ -282,7 +282,9 @@ class Rope(_Rule):
 
 @dataclass(frozen=True)
 class GroupHeads(_Rule):
-    """Queries, keys and values as one tensor, group by group: the queries of a key's head, that key, that value.
+    """Queries, keys and values as one tensor, one group after the other.
+
+    A group has the queries of one head of keys, then the key, then the value.
 
     Megatron's ``linear_qkv`` is ``GroupHeads(("{p}.q_proj.{t}", "{p}.k_proj.{t}", "{p}.v_proj.{t}"), ..., groups=8)``
     for 8 heads of keys. With as many groups as heads, each head has its query, key and value together.
@@ -402,7 +404,7 @@ def rules_from_json(given: Sequence[Mapping[str, Any]]) -> tuple[Rule, ...]:
 
 
 def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[str, ComposedTensor]:
-    """What rules make of the tensors of a source.
+    """The tensors that rules make from the tensors of a source.
 
     Args:
         rules: rules in the order in which they apply.

@@ -1,4 +1,4 @@
-"""Where a strided view lies in the tensor whose memory it shows."""
+"""The position of a strided view in the tensor whose memory it shows."""
 
 from __future__ import annotations
 

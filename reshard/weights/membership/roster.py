@@ -1,4 +1,4 @@
-"""What is known about a published name in the store: its trainer, its engines, and its last version."""
+"""The roster: the entries of a published name in the store, which are its trainer, its engines and its last version."""
 
 from __future__ import annotations
 

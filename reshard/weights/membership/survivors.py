@@ -1,4 +1,4 @@
-"""A model of which some ranks are lost: what the others hold, if that is all of it."""
+"""Manifests of the surviving ranks of a model. Survivors that do not hold the whole model are an error."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ MAX_REGIONS = 5
 
 
 def on_ranks(manifest: Manifest, ranks: Sequence[int], what: str) -> Manifest:
-    """The manifest of a model of which only some ranks are left, numbered anew.
+    """The manifest of the surviving ranks of a model, which are numbered again from 0.
 
     Args:
-        ranks: the ranks that are left, ascending.
-        what: the model, in errors.
+        ranks: the surviving ranks, ascending.
+        what: name of the model, for errors.
 
     Raises:
-        RemoteError: the others held regions that none of these has; the text names the first ones.
+        RemoteError: no survivor holds some region. The text names the first such regions.
     """
     if len(ranks) == manifest.size:
         return manifest

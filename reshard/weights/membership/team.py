@@ -1,4 +1,4 @@
-"""The ranks of one trainer or of one engine: how they agree, and the thread that acts on messages to them."""
+"""A team: the ranks of one trainer or of one engine, their agreements, and the thread that acts on messages to them."""
 
 from __future__ import annotations
 
@@ -220,7 +220,8 @@ class Team:
 
         Args:
             act: function that the thread calls with each message.
-            fail: function that it calls with the error that ends the thread, or the calls of this team.
+            fail: function that the thread calls with the error that ends the thread, or that ends the calls of this
+                team.
             end: function that it calls at the end, in any case.
 
         Raises:

@@ -1,1 +1,1 @@
-"""What ranks hold of a model, the pieces that go from one to another, and the digests that prove them."""
+"""The shards of a model on its ranks, the pieces that go from one model to another, and the digests that prove them."""

@@ -38,7 +38,7 @@ def add_digests(digests: np.ndarray, where: np.ndarray, count: int) -> np.ndarra
 
 
 def flat_strides(shape: Sequence[int]) -> list[int]:
-    """How far the flat index of a tensor moves along each dim."""
+    """The step of the flat index of a tensor along each dim."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * shape[dim + 1]

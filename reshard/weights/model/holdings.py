@@ -23,7 +23,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 @dataclass(frozen=True)
 class Holding:
-    """What this rank holds of one tensor.
+    """The local shard of one tensor on this rank.
 
     Attributes:
         array: the local shard, detached; its memory is that of the model.
@@ -112,7 +112,7 @@ class StateReader:
 
 
 def _find_memory(value: Any) -> Any:
-    """What tells whether a value is still the same; for a tensor where it lies, whatever it holds."""
+    """A key that changes when a value is replaced. For a tensor: its address and form, not its elements."""
     if not isinstance(value, torch.Tensor):
         return type(value), value
     array, layout = value, None
@@ -216,7 +216,7 @@ def _check_shard(name: str, local_shape: tuple[int, ...], shape: tuple[int, ...]
 
 
 def join_dim(boxes: Sequence[Box]) -> int:
-    """The dim along which the regions of a rank are joined in its local array: the first in which they differ."""
+    """The dim along which the regions of a rank are joined in its local array: the first dim in which they differ."""
     for dim in range(len(boxes[0]) if boxes else 0):
         if any(box[dim] != boxes[0][dim] for box in boxes):
             return dim

@@ -1,4 +1,4 @@
-"""What a loader of an engine does with each tensor of a checkpoint, traced on tensors without storage.
+"""Traces of the loader of an engine: its use of each tensor of a checkpoint, found on tensors without storage.
 
 The tensors that the loader gets lie on the meta device. Their views share a storage, so size, strides and offset tell
 which region of which tensor a view shows. A dispatch mode sees each operation: it notes copies into the parameters of

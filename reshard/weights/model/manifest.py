@@ -99,7 +99,7 @@ def _read_boxes(boxes: Any) -> tuple[Box, ...]:
 
 
 def state_of_rank(state: ModelState, dtype: Any = None) -> dict[str, Any]:
-    """What a rank tells the others about its model, as JSON.
+    """The report of a rank to the others about its model, as JSON.
 
     Args:
         dtype: the dtype in which floating-point tensors travel; None for their own.

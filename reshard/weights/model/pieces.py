@@ -50,7 +50,7 @@ class Side:
         return _held(entry.held, self.region, self.dims)
 
     def view(self, array: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
-        """What a local array holds of the piece.
+        """The part of the piece in a local array, as a view.
 
         Args:
             array: the local array.
@@ -194,7 +194,7 @@ def match(source: Manifest, target: Manifest, what: str) -> list[RegionPair]:
 
 
 def _advise(target: Manifest, shapes: Shapes, wanted: Shapes, missing: Sequence[str], extra: Sequence[str]) -> str:
-    """What may be wrong if tensors are missing on one side, each after a semicolon."""
+    """Possible causes of tensors that are missing on one side, each after a semicolon."""
     if target.rules is None:
         lacking = (find_lacking(shapes, wanted, name) for name in missing)
         rule, side, names = next((one for one in lacking if one is not None), (None, "", []))
@@ -362,7 +362,7 @@ class Specs:
         return TensorSpec(shape, first.dtype, self._layout(((0, held),), ndim), self._layout(wanted, ndim), name)
 
     def _held(self, pieces: Mapping[int, RegionPair]) -> tuple[Held, tuple[tuple[int, Held], ...]]:
-        """What each rank of the source has of a piece, and what those of each destination need."""
+        """The regions of a piece that source ranks have, and those that the ranks of each destination need."""
         first = next(iter(pieces.values()))
         wanted = tuple(
             (rank, piece.target.held(self._targets[rank].entries[piece.target.name]))

@@ -1,7 +1,7 @@
 """Block-wise quantization to float8 with scales, equal to that of the whole tensor to the last bit.
 
-The scale of a block depends on its largest magnitude. Ranks that share a block tell each other theirs, so each rank
-quantizes what it holds, whatever the sharding, and no weights move before they are quantized.
+The scale of a block depends on its largest magnitude. Ranks that share a block exchange the largest magnitudes of their
+parts. Then each rank quantizes its own part, whatever the sharding. No weights move before they are quantized.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Quantize:
 
 
 class _Scratch:
-    """Memory in float32 that one band after the other uses, so that they take no new one.
+    """Memory in float32 that all bands use in turn, so that no band allocates its own.
 
     Args:
         device: where it is.
@@ -239,7 +239,7 @@ def _scales_of(entry: ManifestEntry, block: tuple[int, int], name: str) -> Manif
 
 
 def _find_shared(entry: ManifestEntry, block: tuple[int, int]) -> np.ndarray:
-    """Which blocks some rank holds only parts of."""
+    """The blocks of which some rank holds only a part."""
     mask = np.zeros(_scales_of(entry, block, "").shape, dtype=bool)
     for _, boxes in entry.held:
         for box in boxes:

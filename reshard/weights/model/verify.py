@@ -1,4 +1,4 @@
-"""Proof that weights have landed: digests of what an engine holds beside those of what the trainer holds."""
+"""Proof that weights have landed: digests of the weights of an engine, compared with those of the trainer."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Checker:
         self._first = np.cumsum([0, *(len(target.start) for target in self._targets)])
 
     def digest_source(self, arrays: Mapping[str, torch.Tensor], rank: int) -> RegionDigests:
-        """What one rank of the source adds to the digests. The first holder of a region adds it.
+        """The share of one source rank in the digests. The first holder of a region adds the digest of the region.
 
         Args:
             arrays: the local shards of the source by name.
@@ -278,7 +278,7 @@ def _to_arrays(digests: RegionDigests) -> tuple[np.ndarray, np.ndarray]:
 
 
 def view_of(side: Side, model: Manifest, arrays: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor | None:
-    """What a rank holds of one side of a piece; None if it holds nothing of it.
+    """The part of one side of a piece that a rank holds, as a view; None if it holds no part.
 
     Args:
         model: the source or the destination.

@@ -1,1 +1,1 @@
-"""What stages cost: the time and memory of layers, edges and sums of gradients, and the step of a candidate."""
+"""Costs of stages: time and memory of layers, edges and all-reduces of gradients, and the step of a candidate."""

@@ -71,7 +71,7 @@ class CodecCost:
     def reduce_scatter_seconds(self, place: StagePlace, nbytes: float, tp: int) -> float:
         """Seconds of a reduce-scatter of ``nbytes`` of each rank among the replicas of a layer.
 
-        Each rank sends every other one its part, so that all ranks of a host send to all other hosts.
+        Each rank sends a part to every other rank. So all ranks of a host send to all other hosts.
         """
         replicas = place.num_ranks // tp
         if replicas == 1 or nbytes == 0:

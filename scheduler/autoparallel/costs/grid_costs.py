@@ -27,7 +27,7 @@ MAX_GRIDS = 2
 
 
 def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
-    """Why a layer cannot be on a grid of some shape; None if it can."""
+    """The reason why a layer cannot be on a grid of some shape; None if it can."""
     if layer.grid_sizes is None:
         return layer.grid_refusal or "its sizes on a grid are not known"
     if grid[1] > layer.grid_sizes.max_cols:
@@ -111,9 +111,9 @@ class _GridStateCosts(NamedTuple):
 
 
 def _price_grid_states(params: float, choice: Choice, place: StagePlace, work: LayerCostInputs) -> _GridStateCosts:
-    """What a rank keeps of the states of ``params`` parameters, and the collectives of ZeRO over the depth of a grid.
+    """Bytes of states of ``params`` parameters on a rank, and the collectives of ZeRO over the depth of a grid.
 
-    The twin in :mod:`.layer_costs` is for layers without a grid.
+    The function of this name in :mod:`.layer_costs` is for layers without a grid.
     """
     states, num_microbatches, codec_costs, depth = work.states, work.num_microbatches, work.codec_costs, choice.grid[2]
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
@@ -184,7 +184,7 @@ def _axis_costs(place: StagePlace, grid: GridShape) -> Mapping[str, AxisCost]:
     """The costs of collectives along each axis of a grid on the ranks of a place, layer by layer and row by row.
 
     All hosts of a place have the NIC of its slowest one. Without pods, layers that fill the same part of hosts are
-    alike, so that costs inside layers are found for the first ones only.
+    alike. The costs inside layers are then found only once for them.
     """
     rows, cols, depth = grid
     num_hosts = place.num_hosts

@@ -180,7 +180,9 @@ def step_seconds(
 def _end_seconds(
     ends: Sequence[float], costs: Sequence[StageCost], exchanges: Sequence[TiedSum], pp_ranks: Sequence[int]
 ) -> list[float]:
-    """When each pp rank is done with its sums: those over replicas, then those over stages, which wait for each other.
+    """The end of the gradient sums of each pp rank: first those over replicas, then those over stages.
+
+    The sums over stages wait for each other.
 
     Args:
         ends: end of the last computation of each stage.
@@ -203,7 +205,7 @@ def exposed_sums(ends: Sequence[float], costs: Sequence[StageCost], pp_ranks: Se
     """Seconds in which each stage sums gradients over replicas after the last computation of its pp rank.
 
     An early sum starts when its stage ends and the pp rank has made its earlier sums. It takes as long as without the
-    computations beside it. All other sums follow after the last computation.
+    computations during it. All other sums follow after the last computation.
 
     Args:
         ends: end of the last computation of each stage.
@@ -328,9 +330,9 @@ def _one_stage_trials(
 
 
 def _depths(pipeline: Pipeline, costs: Sequence[StageCost], count: int, more: int) -> list[int] | None:
-    """Microbatches in flight of each stage: round trip over pace (Little's law), limited by memory.
+    """Microbatches in flight of each stage: round trip over bottleneck time (Little's law), limited by memory.
 
-    The pace is the time per microbatch of the slowest stage or edge.
+    The bottleneck time is the time per microbatch of the slowest stage or edge.
 
     Args:
         more: number added to each depth before it is limited.

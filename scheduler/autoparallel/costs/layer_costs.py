@@ -42,7 +42,7 @@ MIXED_PRECISION = StateBytes(2.0, 2.0, 12.0)
 
 @dataclass(frozen=True)
 class LayerCostInputs:
-    """What the costs of layers depend on, in addition to the layer, its choice and its place.
+    """Inputs of the costs of layers, in addition to the layer, its choice and its place.
 
     Attributes:
         profile: times of the layers.
@@ -299,7 +299,7 @@ class _StateCosts(NamedTuple):
 
 
 def _price_states(params: float, choice: Choice, place: StagePlace, work: LayerCostInputs) -> _StateCosts:
-    """What a rank keeps of the states of ``params`` parameters, and the collectives of ZeRO or DDP over the replicas.
+    """Bytes of states of ``params`` parameters on a rank, and the collectives of ZeRO or DDP over the replicas.
 
     The gathers of ZeRO 3 over the depth of a grid are priced in :mod:`.grid_costs`.
     """
@@ -332,8 +332,8 @@ def _price_states(params: float, choice: Choice, place: StagePlace, work: LayerC
 def working_bytes(costs: Sequence[LayerCost]) -> float:
     """Bytes that the computations of a stage need in addition to states and activations, without panels of products.
 
-    A forward under ZeRO 3 holds the parameters of the layer that runs and of the next one, and the buffer into which
-    one of them is gathered. A backward recomputes a layer once the layers after it have released their activations. It
+    A forward under ZeRO 3 holds three things: the parameters of the running layer, those of the next layer, and the
+    buffer of one gather. A backward recomputes a layer once the layers after it have released their activations. It
     then holds the parameters of that layer, their buffer, and the parameters of another layer. These need not be the
     layers with the most parameters: in a U-Net, layers with many activations have few.
     """

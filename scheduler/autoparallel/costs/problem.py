@@ -253,7 +253,7 @@ class SearchProblem:
 
     @cached_property
     def codec_costs(self) -> CodecCosts:
-        """How traffic inside stages is encoded."""
+        """The codecs of the traffic inside stages."""
         sizes = (self.states.weight, self.states.gradient)
         return CodecCosts.of(self.compression, self.cluster, self.graph.dtype, *sizes, not self.compress_all)
 
@@ -304,7 +304,7 @@ class SearchProblem:
     def costs(self, stages: Stages, num_microbatches: int) -> tuple[tuple[StageCost, ...], tuple[TiedSum, ...]]:
         """The costs of all stages of a candidate, and the sums of gradients over stages, with their true prices.
 
-        :meth:`stage_cost` does not know the other stages, so it counts the least that such a sum takes.
+        :meth:`stage_cost` does not know the other stages. So it counts the shortest time that such a sum can take.
         """
         exchanges, pp_ranks = self.ties.exchanges(stages), pp_ranks_of(stages)
         stage_costs = [self.stage_cost(stage, num_microbatches) for stage in stages]

@@ -1,8 +1,8 @@
 """Sums of the gradients of parameters that several stages share, such as an embedding that is also the head's weight.
 
-The engine adds them once in a step, after the sums over replicas: each stage sends its gradient to all others at once,
-and adds what it receives. Parameters shared by other layers follow one after the other. See
-:mod:`reshard.scheduler.runtime.tied_params`.
+The engine adds these gradients once in a step, after the sums over replicas: each stage sends its gradient to all other
+stages at once, and adds the gradients that it receives. Parameters shared by other layers follow one after the other.
+See :mod:`reshard.scheduler.runtime.tied_params`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def num_parts(graph: LayerGraph, layer: int, num_params: int, choice: Choice, nu
 
 
 def sum_bytes(nbytes: float, parts: int, num_stages: int, is_encoded: bool) -> float:
-    """Bytes of a device while it adds gradients: what it receives, all of that in one tensor, and the sum.
+    """Bytes of a device while it adds gradients: the received gradients, the same joined in one tensor, and the sum.
 
     A stage that compresses its gradients receives its own, too.
     """
@@ -164,7 +164,7 @@ class TiedCosts:
         return tuple(exchanges)
 
     def least(self, stage: StagePlan, place: StagePlace) -> tuple[float, float]:
-        """Seconds of the sums over a stage and others that no plan beats, and least bytes of a device for one."""
+        """Lower bounds on the sums over a stage and others: their seconds, and the bytes of a device for one sum."""
         seconds, max_bytes = 0.0, 0.0
         for tied, number in self.graph.ties:
             layer = own_layer(tied, stage.first_layer, stage.end_layer)

@@ -1,4 +1,4 @@
-"""What may differ between layers: the degrees of parallelism, ZeRO and recomputation."""
+"""Choices of a layer: the degrees of parallelism, ZeRO and recomputation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_GRID_RANKS = 16
 
 @dataclass(frozen=True, order=True)
 class Choice:
-    """How the devices of a stage share one layer.
+    """The division of one layer over the devices of a stage.
 
     Attributes:
         tp: ranks that divide the layer. The stage's devices divided by this are its replicas (dp).
@@ -138,7 +138,7 @@ def shard_1d(layer: Layer, degree: int) -> Sharding:
 
 @dataclass(frozen=True)
 class ChoiceRules:
-    """Which choices a search may use.
+    """The choices that a search may use.
 
     Attributes:
         zero: stages of ZeRO.

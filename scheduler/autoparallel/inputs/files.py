@@ -42,7 +42,7 @@ def read_object(text: str) -> dict[str, Any]:
 
 
 def explain_refusal(error: Exception) -> str:
-    """What is wrong with an object that ``error`` kept from being read."""
+    """The text of ``error``, which was raised while an object was read from a file."""
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 

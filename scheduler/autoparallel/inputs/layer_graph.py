@@ -36,8 +36,8 @@ class Layer:
         forward_flops: floating point operations of the forward of one sample.
         num_params: parameters of the layer.
         saved_bytes: bytes that autograd saves for the backward of one sample.
-        input_bytes: bytes of one sample that recomputation keeps instead: those of the inputs, and of tensors that it
-            does not compute again.
+        input_bytes: bytes of one sample that recomputation keeps in place of ``saved_bytes``: the inputs, and tensors
+            that it does not compute again.
         tp_limit: largest number of ranks over which tensor parallelism may divide the layer.
         tp_params: parameters that tensor parallelism divides. The others have a copy on each rank.
         tp_saved_bytes: the part of ``saved_bytes`` that tensor parallelism divides.

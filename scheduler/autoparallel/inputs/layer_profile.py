@@ -257,11 +257,12 @@ class LayerProfile:
 
     @check_arguments()
     def spread(self, graph: LayerGraph) -> tuple[float, str, float]:
-        """How much the measured times of the layers of a model vary, relative to their medians.
+        """The spread of the measured times of the layers of a model, relative to their medians.
 
         Returns:
-            The mean of :attr:`LayerTimes.spread` over all layers and numbers of samples, weighted by their seconds, so
-            that short layers hardly count; the layer class that adds most to it; and the mean of this class alone.
+            Three values. The mean of :attr:`LayerTimes.spread` over all layers and numbers of samples, weighted by
+            seconds, so short layers hardly count. The layer class that adds most to the mean. The mean of this class
+            alone.
             Times at tensor-parallel degree 1 count.
         """
         added: dict[str, float] = {}

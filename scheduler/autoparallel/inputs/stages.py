@@ -103,5 +103,5 @@ def check_stages(stages: Sequence[StagePlan]) -> None:
 
 
 def _axes(stage: StagePlan) -> set[tuple[int, tuple[int, ...]]]:
-    """How the ranks of a stage divide its layers."""
+    """The division of the layers of a stage over its ranks."""
     return {(choice.tp, choice.grid) for choice in stage.choices}

@@ -40,7 +40,7 @@ def alpa(problem: SearchProblem) -> tuple[Candidate, ...]:
 
 
 def num_sums(problem: SearchProblem) -> int:
-    """How many sums of times one pass of the dynamic programming compares, at most."""
+    """The largest number of sums of times that one pass of the dynamic programming compares."""
     num_ranks, num_layers = problem.cluster.num_ranks, len(problem.graph.layers)
     return num_ranks * len(problem.cluster.mesh_sizes) * min(num_layers, num_ranks) * num_layers**2
 

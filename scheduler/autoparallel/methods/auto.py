@@ -64,8 +64,9 @@ def auto(
 ) -> tuple[Candidate, ...]:
     """The candidates of all methods, without ``alpa`` for large problems. :func:`decide` improves them by moves.
 
-    ``joint`` does not know what a split backward gains, so it also searches the choices that allow one alone. If no
-    method finds any candidate, these are the training plans that lack the least memory, of which one may just fit.
+    ``joint`` does not know the gain of a split backward. So it also searches only the choices that allow split
+    backwards. If no method finds a candidate, the result has the training plans that lack the least memory: one of them
+    may just fit.
 
     Args:
         report: called before each method.
@@ -269,14 +270,14 @@ def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
 
 
 def _why_refused(problem: SearchProblem, grid: GridShape) -> str:
-    """Which layer cannot be on a grid, and why."""
+    """The layer that cannot be on a grid, and the reason."""
     reasons = ((layer.name, why_no_grid(layer, grid)) for layer in problem.graph.layers)
     name, reason = next((name, reason) for name, reason in reasons if reason is not None)
     return f"layer {name!r} cannot be on grid={'x'.join(map(str, grid))}: {reason}"
 
 
 def why_nothing_fits(problem: SearchProblem) -> str:
-    """Why no training plan uses all devices: the memory that one lacks, or the reason why no stage is possible."""
+    """The reason why no training plan uses all devices: the memory that one lacks, or why no stage is possible."""
     total, short = problem.cluster.num_ranks, smallest_shortages(problem)
     if short and short[0].nbytes > 0:
         lacks = short[0]

@@ -16,9 +16,10 @@ Cuts = tuple[int, ...]
 def bmw(problem: SearchProblem) -> tuple[Candidate, ...]:
     """The best balanced plan of each number of microbatches and pipeline degree, best first.
 
-    Stages have equal meshes. From the partition that balances memory, one layer at a time moves away from the slowest
-    stage, as long as no stage gets slower than that one was and none needs more memory than the partition that balances
-    time. The published code never calls this part: see :func:`galvatron_released`.
+    Stages have equal meshes. The search starts from the partition that balances memory. It moves one layer at a time
+    away from the slowest stage, as long as two rules hold: no stage becomes slower than the slowest stage was, and no
+    stage needs more memory than in the partition that balances time. The published code never calls this part: see
+    :func:`galvatron_released`.
 
     Source: Wang et al., "Improving Automatic Parallel Training via Balanced Memory Workload Optimization" (2023).
     """
@@ -26,7 +27,7 @@ def bmw(problem: SearchProblem) -> tuple[Candidate, ...]:
 
 
 def galvatron_released(problem: SearchProblem) -> tuple[Candidate, ...]:
-    """As the released code of Galvatron-BMW searches: stages of equal numbers of layers only."""
+    """The search of the released code of Galvatron-BMW: stages of equal numbers of layers only."""
 
     def even(problem: SearchProblem, degree: int, count: int) -> Sequence[PackedStage] | None:
         return _pack(problem, tuple(even_cuts(len(problem.graph.layers), degree)), count)
@@ -63,7 +64,7 @@ def degrees(problem: SearchProblem) -> Iterator[int]:
 
 
 def seconds_of(packed: Sequence[PackedStage], count: int) -> float:
-    """Seconds of a step: one microbatch through all stages, then the pace of the slowest one."""
+    """Seconds of a step: one microbatch through all stages, then the others at the rate of the slowest stage."""
     times = [item.seconds for item in packed]
     return sum(times) + (count - 1) * max(times)
 

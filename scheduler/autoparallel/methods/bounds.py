@@ -4,12 +4,12 @@ With one stage on each mesh, a step of m microbatches takes at least, for each s
 
     sum over stages j before i of (f_j + s a_j + x_j + s y_j)  +  m (f_i + b_i - s w_i)  +  (1 - s) sync_i
 
-f and b are the seconds of a forward and of a whole backward, w the seconds of the weight gradients that a split defers,
-and a = b - w. x and y are the seconds of the edge behind a stage in both directions, and sync the seconds of the
-gradient sums. The first microbatch passes all stages before i, and stage i then computes all microbatches. After that,
-stage i sums its gradients (s = 0), and the last gradients pass the stages before i (s = 1). Both bounds hold, and so
-does each weighted mean of them. The same holds for m transfers over the edge behind stage i. If a layer does not read
-the layer before it, nothing is counted for the stages before i.
+Notation, in seconds: f is a forward, b a whole backward, w the weight gradients that a split defers, and a = b - w. x
+and y are the edge behind a stage, forward and backward. sync is the gradient sums. The first microbatch passes all
+stages before i, and stage i then computes all microbatches. After that, stage i sums its gradients (s = 0), and the
+last gradients pass the stages before i (s = 1). Both bounds hold, and so does each weighted mean of them. The same
+holds for m transfers over the edge behind stage i. If a layer does not read the layer before it, nothing is counted for
+the stages before i.
 
 A recurrence over the stages, from the last one, finds the least value of all divisions of layers and devices. There,
 each stage has the least time of its choices, and the memory of one microbatch with all layers recomputed.
@@ -68,7 +68,8 @@ def single_stage_bound(problem: SearchProblem) -> float:
 def _interleaved_bound(problem: SearchProblem) -> float:
     """Seconds that no plan with several stages on each of at least two meshes beats; infinite if there is none.
 
-    The mean over all devices of the seconds in which each computes, and sums gradients without computing beside it.
+    The mean over all devices of the seconds in which each computes, and sums gradients without computing at the same
+    time.
     """
     total = problem.cluster.num_ranks
     if total < 2 or len(problem.graph.layers) < 4 or problem.rules.max_stages_per_rank < 2:
@@ -117,7 +118,7 @@ def _costs(problem: SearchProblem, place: StagePlace, count: int) -> list[list[t
 
 
 def _work(problem: SearchProblem, places: tuple[StagePlace, ...], count: int, *, with_sums: bool = False) -> float:
-    """The least device-seconds of a step; ``with_sums``: with sums of gradients beside which nothing is computed."""
+    """The least device-seconds of a step; ``with_sums``: with sums of gradients during which nothing is computed."""
     min_seconds = np.full(len(problem.graph.layers), np.inf)
     for place in places:
         for costs in _costs(problem, place, count):

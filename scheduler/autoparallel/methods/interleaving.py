@@ -1,10 +1,16 @@
-"""Several stages on each mesh, which take turns on its ranks.
+"""Interleaved stages: each mesh computes several stages of the model in turn.
 
-Shorter stages fill and drain a pipeline sooner, and a mesh may have layers that are far apart, so that few layers still
-give each mesh as much work as it can do. The price is more transfers and activations. There are two placements: looped
-(Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021), where mesh r of n has stages
-r, r + n and so on, and a V (Qi et al., "Zero Bubble Pipeline Parallelism", 2023), where it has stages r and
-2 n - 1 - r.
+Two gains and one cost:
+
+- Shorter stages fill and drain the pipeline sooner.
+- A mesh may compute layers that are far apart. So work can be balanced although a model has few layers.
+- There are more transfers and more activations.
+
+There are two placements. Mesh r of n meshes computes these stages:
+
+- looped: r, r + n, r + 2 n, ... (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
+  2021).
+- V: r and 2 n - 1 - r (Qi et al., "Zero Bubble Pipeline Parallelism", 2023).
 """
 
 from __future__ import annotations
@@ -22,15 +28,17 @@ from ..costs.problem import Candidate, SearchProblem
 from ..inputs.choices import Choice
 from ..inputs.stages import StagePlan
 
-#: Largest number of stages on a mesh.
+#: Largest number of stages of a mesh.
 MAX_STAGES_PER_MESH = 4
-#: Sequences of two or three meshes are tried up to this number of them, and all cuts up to this number of cuts.
+#: ``MAX_SEQUENCES``: number of sequences of two or three meshes that are tried. ``MAX_CUTS``: if there are at most this
+#: many ways to cut the layers into stages, all are tried.
 MAX_SEQUENCES, MAX_CUTS = 64, 300
-#: Number of best cuts that are tried, because the best one may need too much memory.
+#: Number of cuts that are tried, the fastest first, because the fastest may need too much memory.
 NUM_CUTS = 4
-#: Up to this number of stages, a move of cuts takes a layer from any stage to any other one.
+#: With at most this many stages, a local move may take a layer from any stage to any other. With more, only to a
+#: neighbour.
 MAX_LONG_MOVES = 24
-#: A candidate counts if its estimate is at most this many times the best known time.
+#: A candidate is simulated only if its estimate is at most this many times the best known time.
 NEAR_ESTIMATE = 1.25
 
 
@@ -140,7 +148,7 @@ def _rank_sequences(problem: SearchProblem) -> Iterator[tuple[tuple[int, int], .
 
 
 def _fastest(problem: SearchProblem, first: int, end: int, count: int) -> list[_Mesh]:
-    """The mesh with its fastest choice, its fastest one that allows split backwards, and one that recomputes.
+    """The mesh with three choices: the fastest, the fastest that allows split backwards, and one with recomputation.
 
     If some layers cannot have a choice, the mesh also gets the choice that is fastest for the other layers.
     """

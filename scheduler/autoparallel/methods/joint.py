@@ -13,7 +13,7 @@ import numpy as np
 from ..costs.problem import Candidate, SearchProblem, Stages, end_of
 from .pace import Tables, make_tables
 
-#: Ratio of consecutive paces that are tried. The answer is within this factor of the best pace.
+#: Ratio of consecutive bottleneck times that are tried. The answer is within this factor of the best one.
 PACE_STEP = 1.01
 #: Maximum number of distinct plans that :func:`joint` returns, in total and for one number of microbatches.
 NUM_CANDIDATES, PER_COUNT = 6, 3
@@ -40,7 +40,7 @@ def joint(problem: SearchProblem, below_seconds: float = math.inf) -> tuple[Cand
 
 @dataclass(frozen=True, order=True)
 class _Entry:
-    """A pace to be searched. ``seconds`` is a lower bound of what its best plan takes, or that time if it is exact."""
+    """A bottleneck time to be searched. ``seconds`` is a lower bound on its best plan, or the time of that plan."""
 
     seconds: float
     count: int
@@ -50,7 +50,7 @@ class _Entry:
 
 
 def best_plans(problem: SearchProblem, below_seconds: float = math.inf) -> Iterator[Candidate]:
-    """Plans of all paces and numbers of microbatches that are faster than a limit, by their seconds in the model.
+    """Plans of all bottleneck times and numbers of microbatches that are faster than a limit, by seconds in the model.
 
     Edges start with prices that no plan beats. The planner prices the edges of the best plan, and that pace is searched
     again, until the best plan has true prices only: then no other is better. Paces are searched in the order of their
@@ -109,7 +109,8 @@ def pace_grid(tables: Tables) -> list[float]:
     num = len(tables.problem.graph.layers)
     total = tables.forward + tables.backward
     first = np.arange(num)
-    # bounds on the pace: the time of the slowest layer on its best option; all work, divided over all devices
+    # bounds on the bottleneck time: the time of the slowest layer on its best option; all work, divided over all
+    # devices
     slowest = float(total[:, first, first + 1].min(axis=0).max())
     devices = np.array([tables.classes[c].num_ranks for c in tables.option_class])
     work = float((total[:, first, first + 1] * devices[:, None]).min(axis=0).sum())

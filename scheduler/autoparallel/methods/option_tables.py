@@ -1,4 +1,4 @@
-"""What a stage costs under one choice of its layers, for all ranges of layers at once."""
+"""Costs of a stage under one choice of its layers, for all ranges of layers at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..inputs.choices import Choice
 
 
 def num_recomputed(part: float, count: int) -> int:
-    """How many of ``count`` layers are recomputed."""
+    """The number of recomputed layers, of ``count``."""
     return int(np.ceil(part * count - 1e-9))
 
 

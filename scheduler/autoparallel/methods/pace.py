@@ -1,7 +1,8 @@
-"""The best stages for a given pace, found from the last stage to the first, from tables of what stages cost.
+"""The best stages for a given bottleneck time, found from the last stage to the first with tables of costs of stages.
 
-For a number of microbatches m and a pace P (seconds per microbatch in the steady state), the state is the first layer l
-of a suffix of the model, the devices u that the suffix uses, and the class c (devices, tp, grid) of its first stage::
+For a number of microbatches m and a bottleneck time P (seconds per microbatch in the steady state), the state is the
+first layer l of a suffix of the model, the devices u that the suffix uses, and the class c (devices, tp, grid) of its
+first stage::
 
     R(l, u + n, c) = min over k > l, option o of class c, next class c':  t_o(l..k) + x(l, k, c, c') + R(k, u, c')
 
@@ -10,7 +11,7 @@ end of a step <= memory. A second value is the time e by which gradient sums end
 e = max(sync, e' - b - x_b). The iteration takes R + (m - 1) P + e. Smaller R and smaller R + e are never worse, so a
 state keeps their Pareto front.
 
-``native/autoparallel/pace.cpp`` is the loop; ``tests/reference/pace.py`` is its Python reference.
+``native/autoparallel/pace.cpp`` is the loop; ``tests/reference/pace.py`` is its reference implementation.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class StageClass:
 
 @dataclass(frozen=True)
 class Option:
-    """How all layers of a stage are computed: a choice, and the part of the layers that are recomputed.
+    """The options of all layers of a stage: a choice, and the part of the layers that are recomputed.
 
     ``place`` is the index of the kind of place (hosts and NICs) that the numbers are for.
     """
@@ -109,7 +110,7 @@ class Tables:
     def best_stages(
         self, bottleneck_seconds: float, prices: Mapping[int, tuple[float, float]]
     ) -> tuple[float, float, Stages]:
-        """Round trip, excess of gradient sums and stages of the best plan for a pace; infinite if there is none.
+        """Round trip, excess of gradient sums and stages of the best plan for a bottleneck time; infinite if none fits.
 
         Args:
             bottleneck_seconds: seconds per microbatch.
@@ -126,7 +127,7 @@ class Tables:
         return trip, excess, tuple(self.stage(*item) for item in chosen)
 
     def min_trip(self) -> float:
-        """A round trip that no plan beats at any pace; infinite if no plan fits the memory at any pace.
+        """A round trip that no plan beats at any bottleneck time; infinite if no plan ever fits the memory.
 
         It is the least sum of the times of stages if edges take no time, each with one microbatch in flight.
         """
@@ -298,7 +299,7 @@ def _find_options(
 
 
 def _port_seconds(problem: SearchProblem, begin: int, end: int) -> tuple[float, float]:
-    """Seconds that the ports of a stage take for a byte from or to the stage before it, and the stage after it.
+    """Seconds of the ports of a stage for a byte that it exchanges with the previous stage, and with the next stage.
 
     If exactly one neighbour of a stage inside a host is on another host, the stage may use half of the port, because
     another stage of its host uses the port, too.

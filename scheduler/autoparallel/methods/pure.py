@@ -60,8 +60,10 @@ def even_cuts(num_layers: int, degree: int) -> list[int]:
 
 
 def one_f_one_b_seconds(problem: SearchProblem, stages: Stages, count: int) -> float:
-    """Seconds of 1F1B if edges cost nothing: one pass through all stages, then the pace of the slowest, then its
-    sum.
+    """Seconds of 1F1B if edges cost nothing.
+
+    They are one pass through all stages, the time of the slowest stage for each further microbatch, and the longest
+    gradient sum.
     """
     costs, _ = problem.costs(stages, count)
     slowest = max(cost.seconds for cost in costs)

@@ -12,7 +12,7 @@ from ..inputs.layer_graph import LayerGraph, Tensor
 
 @dataclass(frozen=True, eq=False)
 class RangeBytes:
-    """What a stage of layers ``first`` to ``end - 1`` exchanges, in bytes of one sample. Arrays are ``[first, end]``.
+    """Bytes of one sample that a stage of layers ``first`` to ``end - 1`` exchanges. Arrays are ``[first, end]``.
 
     Attributes:
         received, sent: bytes of a rank in a forward, in a stage that divides features over columns.

@@ -1,4 +1,4 @@
-"""What a grid of :mod:`reshard.parallel` would divide of a layer of a torch model, found by running it."""
+"""Sizes of a layer of a torch model that a grid of :mod:`reshard.parallel` would divide, found by running the layer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SizeRecorder(TorchFunctionMode):
             self.sequence = x.numel() // in_features // self.num_samples
 
     def sizes(self, hidden: int) -> LayerSizes:
-        """What has been recorded of a layer that passes ``hidden`` features on."""
+        """The recorded sizes of a layer whose output has ``hidden`` features."""
         products = tuple((k, n) for _, k, n in self._products.values())
         return LayerSizes(
             hidden, max(1, self.sequence), products, self.num_heads, self.head_size, self.num_norms, self.num_entries
@@ -69,7 +69,7 @@ class SizeRecorder(TorchFunctionMode):
 
 
 def find_grid_refusal(module: Any, values: Sequence[Value]) -> str | None:
-    """Why a layer cannot be on a grid; None if it can.
+    """The reason why a layer cannot be on a grid; None if it can.
 
     Args:
         module: module of the layer.

@@ -130,7 +130,7 @@ def trace_module(
 
 
 def _find_ties(stages: Sequence[torch.nn.Module]) -> tuple[tuple[tuple[int, ...], int], ...]:
-    """Which layers share parameters, and how many."""
+    """The layers that share parameters, and the number of shared parameters."""
     owners: dict[int, list[int]] = {}
     sizes: dict[int, int] = {}
     for number, stage in enumerate(stages):

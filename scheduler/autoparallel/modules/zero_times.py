@@ -104,7 +104,7 @@ class _Parameters(nn.Module):
 
 
 def _measure(shapes: Shapes, device: str, mesh: Any, repeats: int) -> ZeroTimes:
-    """Seconds of one layer: a step with sharding less one without, and one with reduce-scatters less one without."""
+    """Seconds of one layer, as differences of steps: with and without sharding, and reduce-scatters."""
     from torch.distributed.fsdp import fully_shard
 
     dtypes = {dtype for _, dtype in shapes}

@@ -66,7 +66,7 @@ def _summary_lines(training_plan: TrainingPlanRecord) -> list[str]:
 
 
 def _device_lines(training_plan: TrainingPlanRecord) -> list[str]:
-    """Which devices work, and what a step on all of them takes."""
+    """The devices that work, and the time of a step on all devices."""
     if not training_plan.ranks:
         return []
     idle, count, seconds = training_plan.idle_ranks, training_plan.num_cluster_ranks, training_plan.on_all_seconds
@@ -144,7 +144,7 @@ def _tie_line(tie: TieReport) -> str:
 
 
 def _improvement_lines(training_plan: TrainingPlanRecord) -> list[str]:
-    """What faster links and more memory would gain."""
+    """The gains of faster links and of more memory, a line each."""
     gain = training_plan.seconds - training_plan.wider_links_seconds
     lines = [f"links 10 % faster would gain {max(0.0, gain):.3g} s"]
     short = [

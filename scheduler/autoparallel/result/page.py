@@ -1,4 +1,4 @@
-"""A training plan as a page: a bar per stage with its time and memory beside the limits, its schedule, and tables."""
+"""A training plan as a page: a bar per stage with its time, its memory and the limits, its schedule, and tables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _title(training_plan: TrainingPlanRecord) -> str:
 
 
 def _describe(training_plan: TrainingPlanRecord) -> str:
-    """Which stage sets the time and which is nearest to its memory limit, and the legend."""
+    """The slowest stage, the stage nearest to its memory limit, and the legend."""
     reports = training_plan.reports
     busiest = max(range(len(reports)), key=lambda number: reports[number].busy_seconds)
     fullest = max(range(len(reports)), key=lambda number: _share(reports[number]))

@@ -1,4 +1,4 @@
-"""What a search predicts of the stages and edges of a training plan, and of other candidates."""
+"""Predictions of a search for the stages and edges of a training plan, and for other candidates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of a search: which layers run where, and how."""
+"""The result of a search: the ranks and the choices of all layers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TrainingPlan(TrainingPlanRecord):
     """
 
     def explain(self) -> str:
-        """Where time and memory go, what the edges cost, how far the bound is, and what other candidates lack."""
+        """An explanation: where time and memory go, costs of edges, distance from the bound, and other candidates."""
         return explain_training_plan(self)
 
     def to_svg(self) -> str:

@@ -1,8 +1,14 @@
 """Checkpoints of safetensors and JSON files, under the names of the whole model.
 
-A checkpoint of step 100 is the folder ``step-00000100``. Its keys are ``model.NAME``, ``optimizer.state.NAME.KEY`` and
-``optimizer.param_groups.NAME.KEY``, as in torch's flattened optimizer state. The keys ``engine``, ``lr_scheduler``,
-``rng.RANK`` and ``loader.RANK`` hold other state. All ranks need access to the same file system. Files:
+A checkpoint of step 100 is the folder ``step-00000100``. All ranks need access to the same file system. Keys:
+
+- ``model.NAME``: parameters and buffers.
+- ``optimizer.state.NAME.KEY`` and ``optimizer.param_groups.NAME.KEY``: as in torch's flattened optimizer state.
+- ``feedback.RANK.NAME``: the error feedback of compressed gradient sums, on one rank.
+- ``rng.RANK`` and ``loader.RANK``: random generators, and the state of the loader, on one rank.
+- ``engine`` and ``lr_scheduler``: counters of the engine, and the state of the scheduler.
+
+Files:
 
 - ``rank-00003-000.safetensors``: tensors and shards that rank 3 wrote. ``torch.distributed.checkpoint`` can load them
   with its ``HuggingFaceStorageReader``.

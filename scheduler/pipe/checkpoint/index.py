@@ -63,7 +63,7 @@ class CheckpointEntry:
 
 @dataclass(frozen=True)
 class Index:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         tensors: tensors by key.

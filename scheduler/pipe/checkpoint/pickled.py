@@ -63,7 +63,7 @@ class PickledCheckpoint:
             check_file(self.folder / name, digest)
 
     def find_reads(self, copies: Sequence[tuple[str, torch.Tensor | JoinedTensor]]) -> Sequence[Any]:
-        """What to read to fill tensors."""
+        """The reads that fill some tensors."""
         return copies
 
     def read(self, reads: Sequence[Any]) -> None:
@@ -99,7 +99,7 @@ class PickledCheckpoint:
 
 
 class _Target:
-    """Where torch puts what it reads: the part of its ``LoadPlanner`` that ``read_data`` calls."""
+    """The targets of torch's reads: the part of its ``LoadPlanner`` that ``read_data`` calls."""
 
     def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
         self._pieces = pieces

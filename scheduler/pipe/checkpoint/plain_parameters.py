@@ -82,7 +82,7 @@ class JoinedTensor:
 
 
 def find_pieces(tensor: torch.Tensor | JoinedTensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """What this rank holds of a tensor: ``(offsets, local tensor)`` of each box, where a local tensor is a view.
+    """The boxes of a tensor on this rank: ``(offsets, local tensor)`` of each, where a local tensor is a view.
 
     A DTensor without elements on this rank has no box. A plain tensor is one box.
     """

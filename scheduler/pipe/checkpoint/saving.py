@@ -23,12 +23,16 @@ from .writing import Entries, plan_writes, write_entries
 
 #: Time limit for waiting for a rank that writes or reads. Ranks detect at once that another one died.
 CHECKPOINT_TIMEOUT_SECONDS = 3600.0
-#: Time limit for the other ranks until a shared file system shows them the folder that the first rank has made.
+#: Time limit for a shared file system to show the folder of the first rank to the other ranks.
 FOLDER_TIMEOUT_SECONDS = 5.0
 
 
 def check_saved(path: Any, state: TrainingState, keep: Any) -> Path:
-    """The path. Raises ArgumentError unless it is one, this rank can save these objects, and the others are valid."""
+    """The path of a checkpoint.
+
+    Raises:
+        ArgumentError: the path is none, this rank cannot save these objects, or another argument is wrong.
+    """
     step = state.counters["step"]
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**62:
         raise ArgumentError(

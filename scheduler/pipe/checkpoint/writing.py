@@ -1,4 +1,4 @@
-"""What each rank writes of a checkpoint: the same plan on all ranks, from outlines of what each rank has."""
+"""The plan of writing a checkpoint: the share of each rank, the same on all ranks, from outlines of their tensors."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Entries:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What each rank writes.
+    """The share of each rank in a checkpoint.
 
     Attributes:
         tensors: ``{key: entry}`` without shards.
@@ -98,7 +98,8 @@ class WritePlan:
 def plan_writes(outlines: Mapping[int, Any]) -> WritePlan:
     """Choose a rank for each box of each tensor, and for each value.
 
-    The first rank that has a value writes it. Of the ranks that have a box, the one with the fewest bytes so far does.
+    The first rank that has a value writes it. The rank with the fewest bytes so far, among those that have the box,
+    writes it.
 
     Raises:
         DisagreementError: ranks have different shapes or dtypes of a tensor, or their boxes are not the whole tensor.
@@ -216,7 +217,7 @@ def _write_tensors(file: Path, pieces: Mapping[str, tuple[tuple[int, ...], torch
 
 
 def _find_places(file: Path) -> dict[str, tuple[int, int]]:
-    """Where the bytes of each tensor are in a safetensors file that was just written: ``(start, stop)``."""
+    """The place of each tensor in a safetensors file that was just written: ``(start, stop)`` in bytes."""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))

@@ -29,8 +29,8 @@ class Block:
             inputs of the batch, or values that earlier blocks wrote. A parameter with a default is optional. ``run``
             returns the values that it writes as ``{name: value}``, or a :class:`~reshard.scheduler.StageOutput`.
         modules: paths of the modules and parameters that ``run`` uses; default: ``path`` alone.
-        recomputed: names of all values that ``run`` writes, if every stage that reads one of them runs this block again
-            instead of receiving the value. Such a block must be cheap. Default: no value.
+        recomputed: names of all values that ``run`` writes, if stages run this block again where they need a value,
+            instead of receiving it. Such a block must be cheap. Default: no value.
     """
 
     path: str
@@ -174,8 +174,9 @@ class BlockCut:
     """A sequence of blocks, cut into stages.
 
     Args:
-        make_blocks: ``make_blocks(model)`` returns the blocks of a model. It is also called with a copy of the model
-            for each stage, in which modules that the stage does not use have no parameters and buffers.
+        make_blocks: ``make_blocks(model)`` returns the blocks of a model. The function is also called once for each
+            stage, with a copy of the model. In this copy, modules that the stage does not use have no parameters and
+            buffers.
         model: the model; its blocks name what can be cut.
         cut_before: paths of blocks, in order.
 

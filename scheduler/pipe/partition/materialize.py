@@ -28,7 +28,8 @@ def materialize(
 ) -> None:
     """Initialize the stages of this rank as ``model.apply(init)`` does in one process, with the same random numbers.
 
-    The other parts of the model are initialized too and dropped one by one, because they draw from the same generator.
+    The other parts of the model are initialized too, because they draw from the same generator. They are dropped one by
+    one.
 
     Args:
         model: the whole model, on the meta device.

@@ -1,4 +1,4 @@
-"""The axes of a stage's mesh that divide the samples of a batch, and the one that divides features.
+"""The axes of a stage's mesh that divide the samples of a batch, and the axis that divides features.
 
 The mesh of a stage has the axes (dp, tp), or (depth, row, col) of a grid of :mod:`reshard.parallel`. Ranks that differ
 on the last axis only hold the same samples.

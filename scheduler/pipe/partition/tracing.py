@@ -233,7 +233,7 @@ def _move_placeholders_up(graph: fx.Graph) -> None:
 
 
 def finish_output(output: Any) -> StageOutput:
-    """What the last stage returns for the output of the model."""
+    """The result of the last stage for the output of the model."""
     if isinstance(output, StageOutput):
         return output
     if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], Mapping):

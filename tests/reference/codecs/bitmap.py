@@ -1,4 +1,4 @@
-"""Python reference of native/codecs/bitmap.h, with NumPy on blocks of 64 words."""
+"""Reference implementation of native/codecs/bitmap.h, with NumPy on blocks of 64 words."""
 
 from __future__ import annotations
 

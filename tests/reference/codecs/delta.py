@@ -1,4 +1,4 @@
-"""Python reference of native/codecs/delta.h, word by word."""
+"""Reference implementation of native/codecs/delta.h, word by word."""
 
 from __future__ import annotations
 

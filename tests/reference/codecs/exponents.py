@@ -1,4 +1,4 @@
-"""Python reference of native/codecs/exponents.h, with NumPy on whole blocks."""
+"""Reference implementation of native/codecs/exponents.h, with NumPy on whole blocks."""
 
 from __future__ import annotations
 

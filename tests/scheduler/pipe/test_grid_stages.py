@@ -1,4 +1,4 @@
-"""Stages on grids of ``reshard.parallel``, beside stages of other kinds: models train as they do in one process."""
+"""Stages on grids of ``reshard.parallel``, with stages of other kinds: models train as they do in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native loops over orders of computations equal their Python twins to the last bit."""
+"""The native loops over orders of computations equal their reference implementations to the last bit."""
 
 from __future__ import annotations
 

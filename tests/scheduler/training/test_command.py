@@ -28,7 +28,7 @@ def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
     assert shown.err.endswith("--resume with a larger --steps continues from gpt3-125m.checkpoint\n")
     assert "gpt3-125m/24: edges carry 576 times as many bytes per operation" in shown.err
     assert "step 2: loss 5." in shown.err
-    assert "there is no checkpoint in gpt3-125m.checkpoint: beginning anew" in shown.err
+    assert "there is no checkpoint in gpt3-125m.checkpoint: starting from the beginning" in shown.err
     assert "tokens/s" in shown.err
     assert "exposed communication" in shown.err
     assert "gpt3-125m/24 on 1x1,2x1, steps 0 to 2: loss 5." in shown.out
