@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 #: No test has run with this version of Python: docs/compatibility.md lists what has run.
-FIRST_UNTRIED_PYTHON = (3, 14)
+FIRST_UNTRIED_PYTHON = (3, 16)
 #: Open files that a job of a few ranks needs.
 MIN_OPEN_FILES = 1024
 #: NCCL allocates about 10 MB for each connection between ranks of a host without a direct path between their GPUs.
