@@ -189,8 +189,8 @@ class LayerProfile:
             is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
             if not is_pair or not _is_number(pair[0], 0.0, 1e6) or not _is_number(pair[1], 1.0, 1e18):
                 raise ArgumentError(
-                    f"measured_host_link of a profile is {brief(pair)}; it must be (latency seconds, bytes per second), "
-                    "from 0 and from 1 on"
+                    f"measured_host_link of a profile is {brief(pair)}; it must be (latency seconds, bytes per "
+                    "second), from 0 and from 1 on"
                 )
         check_fields(self)
 
