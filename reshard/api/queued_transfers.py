@@ -25,7 +25,7 @@ from reshard.runtime.cpu.direct import DirectProgram, Posted, find_direct
 from reshard.runtime.cpu.encoded_shards import encoded_array
 from reshard.runtime.cpu.executor import NOTIFY_TAG, VERIFY_TAG, RunOptions, WrongCopyError, run_program
 from reshard.runtime.cpu.progress import Tally, describe_progress
-from reshard.runtime.cpu.staging import Staging, carrier
+from reshard.runtime.cpu.staging import Staging, view_as_bits
 from reshard.runtime.cpu.verification import Hops, TransferDigests, compare_digests, describe_copy
 from reshard.runtime.program import RankProgram
 from reshard.runtime.transport import BrokenConnectionError, Work, wait_for
@@ -343,8 +343,8 @@ class QueuedTransfers:
         run_program(
             self._program,
             self.transport,  # type: ignore[arg-type]
-            list(map(carrier, src)),
-            list(map(carrier, dst)),
+            list(map(view_as_bits, src)),
+            list(map(view_as_bits, dst)),
             self._staging,
             RunOptions(tag=self._tag, deadline=deadline, check=watch.check, digests=digests, tally=watch.tally),
         )
