@@ -55,7 +55,7 @@ from .engine_arguments import (
     agree_on_arguments,
     check_feed,
     check_runnable,
-    find_ranks,
+    find_pipeline_ranks,
     find_replica_ranks,
     read_loss_weights,
 )
@@ -143,7 +143,7 @@ class Engine:
         self._iteration: Iteration | None = None
         try:
             options.check_pipelines(schedule, pipeline)
-            ranks = find_ranks(pipeline)
+            ranks = find_pipeline_ranks(pipeline)
             check_inside(self._group, ranks)
         except ReshardError as error:
             report_error(self._group, error)
