@@ -27,7 +27,6 @@ from ..schedules.auto import auto_schedule
 from ..schedules.classic import one_f_one_b
 from .agreement import RankExchange
 from .dry_run import Shard
-from .engine import CompileOptions, PipelineEngine
 from .partition.adapters import find_blocks
 from .partition.batches import name_batch, outline_batch, split_microbatches
 from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules, copy_stage
@@ -46,9 +45,10 @@ from .placement import (
     make_device_mesh,
     parse_placements,
 )
-from .planner import Planner
 from .profile import ScheduleBuilder, StageProfile
+from .stage_planner import StagePlanner
 from .tensor_parallel import divides_sequence, find_plan, parallelize, put_on_grid
+from .training_engine import CompileOptions, PipelineEngine
 
 
 class Pipe:
@@ -179,7 +179,7 @@ class Pipe:
         outline = outline_batch(name_batch(example, self.input_names))
         fake_model = FakeModel(self.model, self.cut(outline.names), autocast=self.autocast)
         num_samples = split_microbatches(outline.num_samples, num_microbatches, self.meshes)[0]
-        return Planner(fake_model, self.meshes).priced(outline, num_samples, topology, profile)
+        return StagePlanner(fake_model, self.meshes).priced(outline, num_samples, topology, profile)
 
     def _with_plan(
         self, num_microbatches: int | None, schedule: Any, compression: Policy | None
@@ -243,7 +243,7 @@ class Pipe:
             batch = name_batch(example, self.input_names)
             outline = outline_batch(batch)
             cut = self.cut(outline.names)
-            planner = Planner(FakeModel(self.model, cut, device.type, self.autocast), self.meshes)
+            planner = StagePlanner(FakeModel(self.model, cut, device.type, self.autocast), self.meshes)
             stages, ties, mine = self._make_stages(cut, planner.graph(outline), torch.distributed.get_rank(group))
             kinds = _kinds_of_ties(stages, ties)
         with agreement.share_error():

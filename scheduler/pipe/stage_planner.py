@@ -34,7 +34,7 @@ MAX_PROGRAMS = 8
 MAX_GRAPHS = 32
 
 
-class Planner:
+class StagePlanner:
     """Plans the stages of one model for batches of any shape. It does not communicate.
 
     Args:
@@ -100,7 +100,7 @@ class Programs:
     def __init__(
         self,
         engine: Engine,
-        planner: Planner,
+        planner: StagePlanner,
         build: Schedule | ScheduleBuilder,
         options: dict[str, Any],
         policy: Policy,
