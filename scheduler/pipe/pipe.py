@@ -25,7 +25,6 @@ from ..runtime.ready_order import Order
 from ..runtime.tied_params import TiedParameter
 from ..schedules.auto import auto_schedule
 from ..schedules.classic import one_f_one_b
-from .agreement import RankExchange
 from .dry_run import Shard
 from .partition.adapters import find_blocks
 from .partition.batches import name_batch, outline_batch, split_microbatches
@@ -46,6 +45,7 @@ from .placement import (
     parse_placements,
 )
 from .profile import ScheduleBuilder, StageProfile
+from .rank_exchange import RankExchange
 from .stage_planner import StagePlanner
 from .tensor_parallel import divides_sequence, find_plan, parallelize, put_on_grid
 from .training_engine import CompileOptions, PipelineEngine
