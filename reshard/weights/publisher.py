@@ -135,7 +135,8 @@ class Publisher:
         dtype: dtype in which floating-point tensors are published. Default: their own.
         compression: ``"delta"``: send what changed since the version before to engines that hold it, without loss, and
             keep that version for this; ``"lossless"``: compress each version by itself. Each region of a tensor travels
-            in the format with the smallest predicted time of encoding, transfer and decoding, which may be raw. The
+            in the format with the smallest predicted time of encoding, transfer and decoding, which may be raw.
+            ``"bf16-lossless"`` of :class:`reshard.Mover` is one of these formats. The
             snapshots are then in host memory.
         quantize: which tensors are published in float8 instead, with the scales of their blocks.
         join_seconds: how long an engine may take to connect. Later ones fetch the version from other engines.
