@@ -235,8 +235,8 @@ class Pipe:
             ScheduleError: the schedule keeps more activations than ``activation_limit_bytes``.
         """
         num_microbatches, schedule, compression = self._with_plan(num_microbatches, schedule, compression)
-        agreement = RankExchange(group, timeout_seconds)
-        with agreement.share_error():
+        exchange = RankExchange(group, timeout_seconds)
+        with exchange.share_error():
             num_microbatches = _check_compile(schedule, num_microbatches)
             check_world(self.meshes, torch.distributed.get_world_size(group))
             device = _read_device(device)
@@ -246,12 +246,12 @@ class Pipe:
             planner = StagePlanner(FakeModel(self.model, cut, device.type, self.autocast), self.meshes)
             stages, ties, mine = self._make_stages(cut, planner.graph(outline), torch.distributed.get_rank(group))
             kinds = _kinds_of_ties(stages, ties)
-        with agreement.share_error():
+        with exchange.share_error():
             device_meshes = {
                 stage: make_device_mesh(self.meshes[stage], device, group, timeout_seconds) for stage in mine
             }
             modules = self._parallelize({item: stages[item] for item in mine}, device, device_meshes, timeout_seconds)
-        layouts = agreement.tied_layouts(ties, modules, self.meshes)
+        layouts = exchange.tied_layouts(ties, modules, self.meshes)
         tied = [TiedParameter(tie, *kind, layouts=where) for tie, kind, where in zip(ties, kinds, layouts, strict=True)]
         sizes = split_microbatches(outline.num_samples, num_microbatches, self.meshes)
         first = planner.pipeline(outline, sizes[0])
