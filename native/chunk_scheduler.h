@@ -22,7 +22,7 @@ class ChunkScheduler {
   public:
     std::vector<ChunkSend> chunk_sends;
 
-    ChunkScheduler(const Nics &nics, const Workload &workload) : nics_(nics), chunk_state_(nics, workload) {
+    ChunkScheduler(const Nics &nics, const ChunkWorkload &workload) : nics_(nics), chunk_state_(nics, workload) {
         const auto add = [&](std::vector<Port> &ports, const std::vector<double> &rates) {
             for (const double rate : rates) {
                 ports.emplace_back(static_cast<int64_t>(capacity_.size()), rate);

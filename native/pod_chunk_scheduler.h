@@ -18,7 +18,7 @@ constexpr double GAIN = 1e-9;    // tolerance of rates, and least gain of an exc
 
 class PodChunkScheduler final : public ChunkScheduler {
   public:
-    PodChunkScheduler(const Nics &nics, const Workload &workload)
+    PodChunkScheduler(const Nics &nics, const ChunkWorkload &workload)
         : ChunkScheduler(nics, workload) {
         first_uplink_ = up_.front().number;
         by_.resize(down_.back().number + 1), worth_.resize(by_.size()), is_busy_.resize(by_.size());
