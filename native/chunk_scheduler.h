@@ -22,7 +22,7 @@ class ChunkScheduler {
   public:
     std::vector<ChunkSend> chunk_sends;
 
-    ChunkScheduler(const Nics &nics, const Workload &workload) : nics_(nics), chunk_state_(nics, workload) {
+    ChunkScheduler(const Nics &nics, const ChunkWorkload &workload) : nics_(nics), chunk_state_(nics, workload) {
         const auto add = [&](std::vector<Port> &ports, const std::vector<double> &rates) {
             for (const double rate : rates) {
                 ports.emplace_back(static_cast<int64_t>(capacity_.size()), rate);
@@ -98,9 +98,11 @@ class ChunkScheduler {
         if (senders.empty() || receivers.empty())
             return false;
         for (const int64_t p : receivers)
-            to_get_[p] = static_cast<double>(chunk_state_.to_get(nics_.host[p])) / CHUNK_UNITS / host_into_[nics_.host[p]];
+            to_get_[p] =
+                static_cast<double>(chunk_state_.to_get(nics_.host[p])) / CHUNK_UNITS / host_into_[nics_.host[p]];
         for (const int64_t p : senders)
-            to_give_[p] = static_cast<double>(chunk_state_.to_give(nics_.host[p])) / CHUNK_UNITS / host_out_[nics_.host[p]];
+            to_give_[p] =
+                static_cast<double>(chunk_state_.to_give(nics_.host[p])) / CHUNK_UNITS / host_out_[nics_.host[p]];
         std::stable_sort(receivers.begin(), receivers.end(), [&](auto a, auto b) {
             return to_get_[a] != to_get_[b] ? to_get_[a] > to_get_[b] : into_[a].rate > into_[b].rate;
         });
@@ -178,7 +180,8 @@ class ChunkScheduler {
     // Whether a send would last longer than everything its receiver's host has left to get, while a faster port could
     // receive or send the chunk.
     bool would_be_late(int64_t s, int64_t r) {
-        const double left = static_cast<double>(chunk_state_.to_get(nics_.host[r])) / CHUNK_UNITS / host_into_[nics_.host[r]];
+        const double left =
+            static_cast<double>(chunk_state_.to_get(nics_.host[r])) / CHUNK_UNITS / host_into_[nics_.host[r]];
         const double passes = rate(s, r) * left;
         if (is_even_ || may_be_late_ || passes >= 1)
             return false;
@@ -231,7 +234,8 @@ class ChunkScheduler {
             });
         });
         chunk_sends.push_back({chunk, s, r, source, std::move(order), now_, now_});
-        flows_.push_back({s, r, chunk, reserved, chunk_send, static_cast<double>(chunk_state_.size(chunk)) / CHUNK_UNITS, 0});
+        const double left = static_cast<double>(chunk_state_.size(chunk)) / CHUNK_UNITS;
+        flows_.push_back({s, r, chunk, reserved, chunk_send, left, 0});
         return true;
     }
 

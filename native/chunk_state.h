@@ -24,7 +24,7 @@
 
 class ChunkState {
   public:
-    ChunkState(const Nics &nics, const Workload &workload)
+    ChunkState(const Nics &nics, const ChunkWorkload &workload)
         : nics_(nics), workload_(workload), hosts_(nics.num_hosts), have_(hosts_, none()), miss_(hosts_, none()),
           in_pod_(nics.up.size(), none()), has_(chunks(), Bits(hosts_)), lacks_(chunks(), Bits(hosts_)),
           copies_(chunks()), first_missing_(hosts_), source_(chunks()), can_(hosts_ * hosts_), can_enter_(has_pods() ? hosts_ * hosts_ : 0),
@@ -129,7 +129,7 @@ class ChunkState {
 
   private:
     const Nics &nics_;
-    const Workload &workload_;
+    const ChunkWorkload &workload_;
     int64_t hosts_;
     std::vector<Bits> have_, miss_, in_pod_; // by host or pod: chunks; in_pod_ includes chunks that are entering
     std::vector<Bits> has_, lacks_;          // hosts of each chunk

@@ -16,7 +16,7 @@ class CirculantBroadcast {
     std::vector<ChunkSend> chunk_sends;
 
     // All chunks with destinations must have the same holder and the same destinations.
-    CirculantBroadcast(const Nics &nics, const Workload &workload) {
+    CirculantBroadcast(const Nics &nics, const ChunkWorkload &workload) {
         std::vector<int64_t> chunks;
         for (size_t i = 0; i < workload.host_class_of.size(); ++i)
             if (!workload.host_class_receivers[workload.host_class_of[i]].empty())

@@ -1,8 +1,8 @@
 // The chunk scheduler for topologies with pods, where several pairs of ports compete for the uplinks of pods.
 //
 // A port (one direction of a NIC or uplink) is worth more the closer its remaining time is to the longest one: 1 for the
-// longest, and steeply less for others. The weight of a possible send is the sum over its ports. That of a NIC takes one
-// send at a time, an uplink as many as its rate allows. A set of sends is chosen greedily, heaviest first. Exchanges
+// longest, and steeply less for others. The weight of a possible send is the sum over its ports. A port of a NIC takes
+// one send at a time, one of an uplink as many as its rate allows. A set of sends is chosen greedily, heaviest first. Exchanges
 // then improve the set as long as its weight grows: an exchange adds one send, drops the sends that block it, and adds
 // other sends that then fit. A chunk enters a pod over its uplink once. Uplinks with time to spare may also bring
 // chunks that the pod already has (help_pods).
@@ -18,7 +18,7 @@ constexpr double GAIN = 1e-9;    // tolerance of rates, and least gain of an exc
 
 class PodChunkScheduler final : public ChunkScheduler {
   public:
-    PodChunkScheduler(const Nics &nics, const Workload &workload)
+    PodChunkScheduler(const Nics &nics, const ChunkWorkload &workload)
         : ChunkScheduler(nics, workload) {
         first_uplink_ = up_.front().number;
         by_.resize(down_.back().number + 1), worth_.resize(by_.size()), is_busy_.resize(by_.size());
@@ -277,7 +277,8 @@ class PodChunkScheduler final : public ChunkScheduler {
         for (const int64_t s : senders)
             left.emplace_back(out_[s].number, to_give_[s]);
         for (size_t q = 0; q < up_.size(); ++q) {
-            left.emplace_back(down_[q].number, static_cast<double>(chunk_state_.to_enter(q)) / CHUNK_UNITS / down_[q].rate);
+            left.emplace_back(
+                down_[q].number, static_cast<double>(chunk_state_.to_enter(q)) / CHUNK_UNITS / down_[q].rate);
             left.emplace_back(up_[q].number, static_cast<double>(chunk_state_.to_leave(q)) / CHUNK_UNITS / up_[q].rate);
         }
         double most = 0;

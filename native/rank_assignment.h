@@ -35,7 +35,7 @@ class RankAssignment {
   public:
     Messages messages;
 
-    RankAssignment(const Nics &nics, const Workload &workload, const std::vector<ChunkSend> &chunk_sends)
+    RankAssignment(const Nics &nics, const ChunkWorkload &workload, const std::vector<ChunkSend> &chunk_sends)
         : nics_(nics), workload_(workload), chunk_sends_(chunk_sends), sent_(nics.of_rank.size()),
           landed_(nics.of_rank.size()), last_sender_(nics.host.size(), -1), last_receiver_(nics.host.size(), -1),
           where_(workload.piece_class.size()), receivers_(workload.class_receivers.size()), staged_(nics.of_rank.size()) {
@@ -122,7 +122,7 @@ class RankAssignment {
 
     Interruption interruption_;
     const Nics &nics_;
-    const Workload &workload_;
+    const ChunkWorkload &workload_;
     const std::vector<ChunkSend> &chunk_sends_;
     std::vector<int64_t> host_of_, sent_, landed_, near_, here_; // sent_, landed_: bytes sent and received by each rank
     std::vector<int64_t> last_sender_, last_receiver_; // by NIC: the rank used last, -1 for none

@@ -65,7 +65,7 @@ std::pair<Ints, Ints> pair_field(nb::handle object, const char *name) {
 }
 
 // Whether each host has one NIC with ranks, and all chunks that move have the same single holder and destinations.
-bool is_broadcast(const Nics &nics, const Workload &workload) {
+bool is_broadcast(const Nics &nics, const ChunkWorkload &workload) {
     int64_t k = -1;
     for (const int64_t other : workload.host_class_of)
         if (!workload.host_class_receivers[other].empty() && k != other) {
@@ -108,7 +108,7 @@ nb::tuple make_schedule(nb::handle given_nics, nb::handle given) {
     const size_t host_classes = rows(host_class_holders_at), classes = rows(class_holders_at);
     const size_t hosts = static_cast<size_t>(nics.num_hosts), ranks = of_rank.shape(0);
     const size_t pieces = piece_class.shape(0);
-    Workload workload{members(host_class_holders_at, host_class_holders, host_classes, hosts, "host_class_holders"),
+    ChunkWorkload workload{members(host_class_holders_at, host_class_holders, host_classes, hosts, "host_class_holders"),
                     members(host_class_receivers_at, host_class_receivers, host_classes, hosts, "host_class_receivers"),
                     to_vector(host_class_size, INT64_MAX, 1, "host_class_size"),
                     to_vector(host_class_of, host_classes, 0, "host_class_of"),

@@ -136,7 +136,7 @@ struct Nics {
 // The chunks to schedule; see ChunkWorkload in planner/multicast/workload.py. A chunk belongs to a host class, which lists
 // the hosts that hold it and the hosts that need it. A chunk consists of pieces. A piece belongs to a class, which lists
 // the ranks that hold it and the ranks that need it.
-struct Workload {
+struct ChunkWorkload {
     Members host_class_holders, host_class_receivers;
     std::vector<int64_t> host_class_size, host_class_of;
     Members class_holders, class_receivers;

@@ -3,11 +3,11 @@ from .graph import Edge as Edge, Pipeline as Pipeline, Stage as Stage
 from .ir.schedule import Schedule as Schedule
 from .ir.text import from_torch_csv as from_torch_csv, parse_schedule as parse_schedule, to_torch_csv as to_torch_csv
 from .passes.overlap import overlap_transfers as overlap_transfers
-from .pipe.engine import PipelineEngine as PipelineEngine
 from .pipe.partition.blocks import Block as Block
 from .pipe.pipe import Pipe as Pipe
 from .pipe.placement import Placement as Placement, ddp as ddp, fsdp as fsdp
 from .pipe.profile import StageProfile as StageProfile
+from .pipe.training_engine import PipelineEngine as PipelineEngine
 from .runtime.stage import StageOutput as StageOutput
 from .schedules.auto import auto_schedule as auto_schedule
 from .schedules.classic import (

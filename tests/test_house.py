@@ -161,6 +161,18 @@ def test_no_two_classes_share_a_name():
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in NAMED_ALIKE} == {}
 
 
+def test_no_two_limits_of_time_share_a_name():
+    places = {}
+    for name, path in _modules().items():
+        for node in _nodes(path)[0].body:
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            for word in map(_name, targets):
+                if str(word).endswith("_SECONDS"):
+                    places.setdefault(word.lstrip("_"), []).append(name)
+    assert {word: where for word, where in places.items() if len(where) > 1} == {}
+    assert len(places) > 30
+
+
 def test_modules_are_imported_by_name_only_where_the_name_is_data():
     calls = {
         name: ast.unparse(node.args[0])

@@ -36,7 +36,7 @@ from microbench.harness.options import add_number
 from microbench.harness.turns import equal_hosts, run_on_hosts
 from microbench.kernels.zfp import zfp_as_int8
 from reshard.cli.progress import print_line, track
-from reshard.scheduler.pipe.engine import PipelineEngine
+from reshard.scheduler.pipe.training_engine import PipelineEngine
 from reshard.scheduler.training.command import add_arguments, make_job
 from reshard.scheduler.training.loop import TrainingJob, train
 from reshard.scheduler.training.models.presets import find_preset

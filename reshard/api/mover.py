@@ -110,7 +110,8 @@ class Mover:
         communicator_index: on a GPU, Movers with the same index share an NCCL communicator and must start their
             transfers in the same order on every rank; Movers with different indices use separate communicators. The
             same on all ranks.
-        compression: ``"delta"`` or ``"bf16-lossless"``, for a plan without codecs; see :func:`reshard.reshard`. Each
+        compression: ``"delta"`` or ``"bf16-lossless"``, for a plan without codecs; see :func:`reshard.reshard`. This
+            names one format, where ``"lossless"`` of :class:`reshard.weights.Publisher` chooses among several. Each
             :meth:`start` then agrees on the sizes of the buckets, and plans again if they no longer fit. Every rank
             must call ``wait`` of each handle, in the same order. Codecs of blocks are part of a plan.
 

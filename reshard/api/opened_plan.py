@@ -56,10 +56,10 @@ def open_transfers(
         both_ways: see :class:`reshard.Mover`.
     """
     if agreed.runner is None:
-        return QueuedTransfers(agreed, both_ways or agreed.plan.is_two_way, timeout_seconds, verify, is_one_call)
+        return QueuedTransfers(agreed, both_ways or agreed.plan.both_ways, timeout_seconds, verify, is_one_call)
     first = agreed.plan.tensors[0]
-    number = 2 * communicator_index + (both_ways and first.src.ranks[0] > first.dst.ranks[0])
-    return StreamedTransfers(agreed, number, timeout_seconds, is_one_call)
+    nccl_communicator_index = 2 * communicator_index + (both_ways and first.src.ranks[0] > first.dst.ranks[0])
+    return StreamedTransfers(agreed, nccl_communicator_index, timeout_seconds, is_one_call)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from reshard.runtime.cpu.direct import DirectProgram, Posted, find_direct
 from reshard.runtime.cpu.encoded_shards import encoded_array
 from reshard.runtime.cpu.executor import NOTIFY_TAG, VERIFY_TAG, RunOptions, WrongCopyError, run_program
 from reshard.runtime.cpu.progress import Tally, describe_progress
-from reshard.runtime.cpu.staging import Staging, carrier
+from reshard.runtime.cpu.staging import Staging, view_as_bits
 from reshard.runtime.cpu.verification import Hops, TransferDigests, compare_digests, describe_copy
 from reshard.runtime.program import RankProgram
 from reshard.runtime.transport import BrokenConnectionError, Work, wait_for
@@ -43,7 +43,7 @@ class QueuedTransfers:
 
     Args:
         agreed: the plan and this rank's part of it.
-        is_two_way: the connections carry both directions at the same time.
+        both_ways: the connections carry both directions at the same time.
         timeout_seconds: limit of each transfer.
         verify: compare digests after each transfer.
         is_one_call: there is one transfer. Take the call group's idle buffers if they are of the same plan, and return
@@ -51,13 +51,13 @@ class QueuedTransfers:
     """
 
     def __init__(
-        self, agreed: AgreedPlan, is_two_way: bool, timeout_seconds: float, verify: bool, is_one_call: bool
+        self, agreed: AgreedPlan, both_ways: bool, timeout_seconds: float, verify: bool, is_one_call: bool
     ) -> None:
         self._plan, self._program, self._call_group = agreed.plan, agreed.program, agreed.call_group
         self._group = agreed.call_group.group
         self._generation, self._tag = agreed.decision.generation, agreed.round_number % (NOTIFY_TAG - 1)
         self.timeout_seconds, self._verify, self._reuses_staging = timeout_seconds, verify, is_one_call
-        self.transport = self._call_group.transport(self._generation, is_two_way, timeout_seconds)
+        self.transport = self._call_group.transport(self._generation, both_ways, timeout_seconds)
         self._staging = Staging(self._program, self._plan.staging_bytes)
         if is_one_call:
             idle, self._call_group.idle_staging = self._call_group.idle_staging, None
@@ -343,8 +343,8 @@ class QueuedTransfers:
         run_program(
             self._program,
             self.transport,  # type: ignore[arg-type]
-            list(map(carrier, src)),
-            list(map(carrier, dst)),
+            list(map(view_as_bits, src)),
+            list(map(view_as_bits, dst)),
             self._staging,
             RunOptions(tag=self._tag, deadline=deadline, check=watch.check, digests=digests, tally=watch.tally),
         )

@@ -12,7 +12,7 @@ from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.arrays.memory_in_use import note_use
 from reshard.api.handle import StreamHandle, StreamWatch
 from reshard.coordination import NCCL_ROOT_CAUSE_GRACE_SECONDS, Monitor
-from reshard.runtime.cpu.staging import carrier
+from reshard.runtime.cpu.staging import view_as_bits
 from reshard.runtime.cuda.encoded_shards import DeviceDecodedTarget
 from reshard.runtime.cuda.nccl_library import NcclError
 from reshard.runtime.cuda.stream import STREAMS, StreamRunner, is_capturing
@@ -64,8 +64,8 @@ class StreamedTransfers:
         handle = StreamHandle(watch, finish, on_stream)
         Monitor.of(call_group.group).watch(watch)  # before the start, which may block on a rank that has died
         try:
-            received = [carrier(item.encoded if isinstance(item, DeviceDecodedTarget) else item) for item in dst]
-            watch.begin_at(on_stream.start(list(map(carrier, src)), received))
+            received = [view_as_bits(item.encoded if isinstance(item, DeviceDecodedTarget) else item) for item in dst]
+            watch.begin_at(on_stream.start(list(map(view_as_bits, src)), received))
         except BaseException as error:  # the other ranks wait for this one
             if is_capturing():  # nothing has run, and an abort would spoil the capture and hide this error
                 Monitor.of(call_group.group).forget(watch)

@@ -126,12 +126,12 @@ class CallGroup:
         self._connections, self.idle_staging, self.idle_runner = None, None, None
         self.cache.clear()
 
-    def transport(self, generation: int, is_two_way: bool, timeout_seconds: float) -> GlooTransport | None:
+    def transport(self, generation: int, both_ways: bool, timeout_seconds: float) -> GlooTransport | None:
         """The transport of this generation, which all members create together; None for a single rank."""
         if len(self.members) == 1:
             return None
         check_error = functools.partial(self.check_reported, generation)
-        return self._connect(generation, lambda opened: opened.transport(is_two_way, timeout_seconds, check_error))
+        return self._connect(generation, lambda opened: opened.transport(both_ways, timeout_seconds, check_error))
 
     def exchange(
         self, generation: int, device: torch.device, number: int, rounds: Sequence[Round], timeout_seconds: float

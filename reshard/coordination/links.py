@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Sequence
 
-from reshard.coordination.control_channel import Hub, Spoke
+from reshard.coordination.hub_and_spokes import Hub, Spoke
 from reshard.forks import call_at_exit
 
 

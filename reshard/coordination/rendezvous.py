@@ -1,6 +1,6 @@
 """Rendezvous: every rank of a call sends a request to the first member, which decides and answers all.
 
-The messages travel over the connections of :mod:`reshard.coordination.control_channel`.
+The messages travel over the connections of :mod:`reshard.coordination.hub_and_spokes`.
 
 The first member waits no longer than the shortest timeout of any member. A member whose deadline has passed tells the
 first member, and leaves only if it then gets no answer. A rank that leaves while the others stay marks the members as
@@ -26,11 +26,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard.coordination.control_channel import DeadlineError, Hub, Spoke
 from reshard.coordination.groups.joining import check_claims
 from reshard.coordination.groups.messages import Decision, RankStatus, RoundRequest, describe_error, parse_error
 from reshard.coordination.groups.process_group import RESUME_SECONDS, Group
 from reshard.coordination.groups.store import LOST_STORE_SECONDS, ForeignValueError, Store, StoreSilentError
+from reshard.coordination.hub_and_spokes import DeadlineError, Hub, Spoke
 from reshard.coordination.links import Links
 from reshard.coordination.liveness.call_sequence import (
     CallLeftError,

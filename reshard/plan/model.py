@@ -85,7 +85,7 @@ class Plan(Drawn):
         return ranks_of(self.tensors)
 
     @cached_property
-    def is_two_way(self) -> bool:
+    def both_ways(self) -> bool:
         """Whether some two ranks of different hosts send to each other."""
         host = self.topology.host_by_rank
         edges = np.unique(np.stack([self.transfers.sender, self.transfers.receiver], axis=1), axis=0)

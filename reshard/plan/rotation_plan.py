@@ -141,7 +141,7 @@ class RotationPlan(Plan):
         return hashlib.sha256(json.dumps(header).encode()).hexdigest()
 
     @cached_property
-    def is_two_way(self) -> bool:
+    def both_ways(self) -> bool:
         """False: no host both holds and needs data."""
         return False
 

@@ -137,7 +137,8 @@ class Publisher:
         compression: ``"delta"``: send only the changes since the previous version, without loss, to engines that hold
             it; the trainer keeps a copy of that version; ``"lossless"``: compress each version by itself. Each region
             of a tensor travels in the format with the smallest predicted time of encoding, transfer and decoding, which
-            may be raw. The snapshots are then in host memory.
+            may be raw. ``"bf16-lossless"`` of :class:`reshard.Mover` is one of these formats. The snapshots are then in
+            host memory.
         quantize: which tensors are published in float8 instead, with the scales of their blocks.
         join_seconds: how long an engine may take to connect. Later ones fetch the version from other engines.
         timeout_seconds: limit of each transfer.

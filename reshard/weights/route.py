@@ -36,7 +36,7 @@ NUM_SHARES = 3
 MAX_VIEWED = 2
 
 
-def find_ranks(sizes: Sequence[int]) -> list[int]:
+def find_first_ranks(sizes: Sequence[int]) -> list[int]:
     """The first rank of each model in a group of several, from their numbers of ranks."""
     firsts = [0]
     for size in sizes[:-1]:
@@ -182,7 +182,7 @@ class Route:
         options: RouteOptions,
     ) -> None:
         models = [source, *targets]
-        firsts = find_ranks([model.size for model in models])
+        firsts = find_first_ranks([model.size for model in models])
         self.rank, self._timeout_seconds = firsts[place] + rank, options.timeout_seconds
         gathered = gather_pieces(dict(zip(firsts[1:], pieces, strict=True)))
         specs = Specs(source, dict(zip(firsts[1:], targets, strict=True)))

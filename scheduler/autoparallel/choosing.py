@@ -27,11 +27,11 @@ def choose(problem: SearchProblem, method: str | Method = "auto") -> ChosenPlan:
 
     Errors: see :func:`~.searching.search`.
     """
-    chosen = choose_fastest(problem, method)
+    chosen = choose_fastest_plan(problem, method)
     return simplest(chosen) if _is_auto(method) else chosen
 
 
-def choose_fastest(problem: SearchProblem, method: str | Method = "auto") -> ChosenPlan:
+def choose_fastest_plan(problem: SearchProblem, method: str | Method = "auto") -> ChosenPlan:
     """The fastest candidate that fits the memory. Errors: see :func:`~.searching.search`."""
     if problem.compression is None:
         evaluations = _run_method(problem, method)

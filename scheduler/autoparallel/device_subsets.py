@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
-from .choosing import ChosenPlan, choose_fastest, simplest
+from .choosing import ChosenPlan, choose_fastest_plan, simplest
 from .costs.iteration import Evaluation, evaluate
 from .costs.problem import SearchProblem
 from .inputs.layer_profile import LayerProfile
@@ -68,7 +68,7 @@ def choose_part(problem: SearchProblem, report: Report | None = None) -> Trainin
         limit = math.inf if best is None else best[1].seconds
         if part.bound_seconds >= limit or part.seconds > NEAR * limit:
             continue
-        choice = choose_fastest(part.problem) if part.problem.compression is not None else _refined(part)
+        choice = choose_fastest_plan(part.problem) if part.problem.compression is not None else _refined(part)
         whole.found = [choice[1], *choice[2]] if part is whole else whole.found
         if choice[1].seconds < limit:
             best, used = choice, part.ranks

@@ -13,7 +13,7 @@ from reshard.formatting import count_of
 from ..runtime.engine import Engine
 from .partition.batches import BatchEntry, BatchOutline
 from .partition.stage_mesh import is_grid, num_sample_shards
-from .planner import MAX_GRAPHS, Planner
+from .stage_planner import MAX_GRAPHS, StagePlanner
 
 #: Stage, number of samples, and entries of a batch.
 Key = tuple[int, int, tuple[BatchEntry, ...]]
@@ -44,7 +44,7 @@ class DryRun:
     def __init__(
         self,
         engine: Engine,
-        planner: Planner,
+        planner: StagePlanner,
         fsdp_stages: Collection[int],
         shards: Mapping[int, Shard | None],
         sequence_parts: Mapping[int, int],

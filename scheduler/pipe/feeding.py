@@ -27,7 +27,7 @@ from .partition.batches import (
     split_samples,
 )
 from .partition.stage_mesh import num_samples_of_loss
-from .planner import Planner
+from .stage_planner import StagePlanner
 
 
 class Feeder:
@@ -45,7 +45,7 @@ class Feeder:
     def __init__(
         self,
         engine: Engine,
-        planner: Planner,
+        planner: StagePlanner,
         input_names: Sequence[str],
         num_microbatches: int,
         dry_run: DryRun,

@@ -25,9 +25,7 @@ from ..runtime.ready_order import Order
 from ..runtime.tied_params import TiedParameter
 from ..schedules.auto import auto_schedule
 from ..schedules.classic import one_f_one_b
-from .agreement import RankExchange
 from .dry_run import Shard
-from .engine import CompileOptions, PipelineEngine
 from .partition.adapters import find_blocks
 from .partition.batches import name_batch, outline_batch, split_microbatches
 from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules, copy_stage
@@ -46,9 +44,11 @@ from .placement import (
     make_device_mesh,
     parse_placements,
 )
-from .planner import Planner
 from .profile import ScheduleBuilder, StageProfile
+from .rank_exchange import RankExchange
+from .stage_planner import StagePlanner
 from .tensor_parallel import divides_sequence, find_plan, parallelize, put_on_grid
+from .training_engine import CompileOptions, PipelineEngine
 
 
 class Pipe:
@@ -179,7 +179,7 @@ class Pipe:
         outline = outline_batch(name_batch(example, self.input_names))
         fake_model = FakeModel(self.model, self.cut(outline.names), autocast=self.autocast)
         num_samples = split_microbatches(outline.num_samples, num_microbatches, self.meshes)[0]
-        return Planner(fake_model, self.meshes).priced(outline, num_samples, topology, profile)
+        return StagePlanner(fake_model, self.meshes).priced(outline, num_samples, topology, profile)
 
     def _with_plan(
         self, num_microbatches: int | None, schedule: Any, compression: Policy | None
@@ -235,23 +235,23 @@ class Pipe:
             ScheduleError: the schedule keeps more activations than ``activation_limit_bytes``.
         """
         num_microbatches, schedule, compression = self._with_plan(num_microbatches, schedule, compression)
-        agreement = RankExchange(group, timeout_seconds)
-        with agreement.share_error():
+        exchange = RankExchange(group, timeout_seconds)
+        with exchange.share_error():
             num_microbatches = _check_compile(schedule, num_microbatches)
             check_world(self.meshes, torch.distributed.get_world_size(group))
             device = _read_device(device)
             batch = name_batch(example, self.input_names)
             outline = outline_batch(batch)
             cut = self.cut(outline.names)
-            planner = Planner(FakeModel(self.model, cut, device.type, self.autocast), self.meshes)
+            planner = StagePlanner(FakeModel(self.model, cut, device.type, self.autocast), self.meshes)
             stages, ties, mine = self._make_stages(cut, planner.graph(outline), torch.distributed.get_rank(group))
             kinds = _kinds_of_ties(stages, ties)
-        with agreement.share_error():
+        with exchange.share_error():
             device_meshes = {
                 stage: make_device_mesh(self.meshes[stage], device, group, timeout_seconds) for stage in mine
             }
             modules = self._parallelize({item: stages[item] for item in mine}, device, device_meshes, timeout_seconds)
-        layouts = agreement.tied_layouts(ties, modules, self.meshes)
+        layouts = exchange.tied_layouts(ties, modules, self.meshes)
         tied = [TiedParameter(tie, *kind, layouts=where) for tie, kind, where in zip(ties, kinds, layouts, strict=True)]
         sizes = split_microbatches(outline.num_samples, num_microbatches, self.meshes)
         first = planner.pipeline(outline, sizes[0])

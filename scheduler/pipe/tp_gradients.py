@@ -13,7 +13,7 @@ from reshard.sharding import Mesh
 from ..runtime.data_parallel import plain_parameters
 from ..runtime.engine import Engine
 from .gradients import local_gradients
-from .planner import Planner
+from .stage_planner import StagePlanner
 
 #: Largest difference between ranks, relative to the norm of the gradient, and to the largest norm of the stage.
 _TOLERANCE, _NEGLIGIBLE = 0.02, 1e-4
@@ -32,7 +32,7 @@ class ReplicatedGradients:
         modules: ``{stage: module}`` of this rank.
     """
 
-    def __init__(self, engine: Engine, planner: Planner, modules: Mapping[int, torch.nn.Module]) -> None:
+    def __init__(self, engine: Engine, planner: StagePlanner, modules: Mapping[int, torch.nn.Module]) -> None:
         self._engine, self._meshes, self._modules = engine, planner.meshes, modules
         self._is_due = any(map(_num_parts, planner.meshes))
 

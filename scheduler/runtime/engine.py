@@ -55,11 +55,11 @@ from .engine_arguments import (
     agree_on_arguments,
     check_feed,
     check_runnable,
-    find_ranks,
+    find_pipeline_ranks,
     find_replica_ranks,
     read_loss_weights,
 )
-from .executor import EngineState, Iteration, Program, RankStepResult, StepInputs
+from .executor import EngineState, Iteration, RankStepResult, StepInputs, StepProgram
 from .grad_sync import ReplicaSync, wait_for_root_cause
 from .gradient_passes import GradientPasses
 from .observe import gather_timeline, gather_values, name_action
@@ -143,7 +143,7 @@ class Engine:
         self._iteration: Iteration | None = None
         try:
             options.check_pipelines(schedule, pipeline)
-            ranks = find_ranks(pipeline)
+            ranks = find_pipeline_ranks(pipeline)
             check_inside(self._group, ranks)
         except ReshardError as error:
             report_error(self._group, error)
@@ -214,7 +214,7 @@ class Engine:
         check_frozen({item: digests for item, (_, digests) in gathered})
         return replicas
 
-    def make_program(self, schedule: Schedule, pipelines: Sequence[Pipeline], used: Sequence[int]) -> Program:
+    def make_program(self, schedule: Schedule, pipelines: Sequence[Pipeline], used: Sequence[int]) -> StepProgram:
         """Make the program of ``schedule`` for the tensor shapes of ``pipelines``. All ranks pass the same arguments.
 
         Args:
@@ -234,7 +234,7 @@ class Engine:
             transfers.append(
                 StageTransfers(channels, self._group, self._timeout_seconds, device=self._device, **options)
             )
-        program = Program.of(schedule, pipelines, transfers, used, self._group.rank, self.pp_rank, self._stages)
+        program = StepProgram.of(schedule, pipelines, transfers, used, self._group.rank, self.pp_rank, self._stages)
         return program.in_ready_order() if self._options.order == "ready" else program
 
     @_ending_step
@@ -269,7 +269,7 @@ class Engine:
         fed = {stage: feed.get(stage, ({},) * num) for stage in self._stages}
         return StepInputs(fed, read_loss_weights(loss_weights, num, self._last_weight), train=train)
 
-    def run(self, program: Program, inputs: StepInputs | Callable[[], StepInputs]) -> RankStepResult:
+    def run(self, program: StepProgram, inputs: StepInputs | Callable[[], StepInputs]) -> RankStepResult:
         """Run one iteration of a program, the same on all ranks.
 
         Args:
@@ -312,7 +312,7 @@ class Engine:
             self._iteration.check_errors()
         self._call_group.check_reported(self._call_group.generation)
 
-    def fail(self, program: Program, error: BaseException) -> None:
+    def fail(self, program: StepProgram, error: BaseException) -> None:
         """End a step on all ranks with the error of this rank. The engine cannot be used again."""
         self._error = error
         mark_published(error)

@@ -247,7 +247,7 @@ def weigh_last(pipeline: Pipeline, last: Pipeline | None) -> float:
     return ratios.pop() if ratios else 1.0
 
 
-def find_ranks(pipeline: Pipeline) -> tuple[int, ...]:
+def find_pipeline_ranks(pipeline: Pipeline) -> tuple[int, ...]:
     """All ranks of the pipeline, ascending."""
     ranks: set[int] = set()
     for stage, item in enumerate(pipeline.stages):

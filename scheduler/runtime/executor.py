@@ -85,7 +85,7 @@ class RankStepResult:
 
 
 @dataclass(frozen=True)
-class Program:
+class StepProgram:
     """A schedule with the transfers of this rank, for given tensor shapes.
 
     Attributes:
@@ -120,13 +120,13 @@ class Program:
         rank: int,
         pp_rank: int,
         stages: Mapping[int, StageRun],
-    ) -> Program:
+    ) -> StepProgram:
         """The program of a rank. ``rank``, ``pp_rank`` and ``stages``: see :class:`EngineState`."""
         actions = compile_actions(schedule, pipelines, transfers, used, rank, pp_rank, stages)
         parts = tuple(pipelines), tuple(transfers), tuple(used)
         return cls(schedule, *parts, actions, only_forwards(actions), find_sum_places(actions))
 
-    def in_ready_order(self) -> Program:
+    def in_ready_order(self) -> StepProgram:
         """Return a copy whose steps with training compute what has arrived."""
         return replace(self, ready=ReadyPlan.of(self.actions, self.schedule, self.pipelines[0]))
 
@@ -190,7 +190,7 @@ class Iteration:
         inputs: the data of this step.
     """
 
-    def __init__(self, state: EngineState, program: Program, inputs: StepInputs) -> None:
+    def __init__(self, state: EngineState, program: StepProgram, inputs: StepInputs) -> None:
         self.state, self.program, self.inputs = state, program, inputs
         self.schedule, self.pipeline, self.stages = program.schedule, program.pipelines[0], state.stages
         self.actions = program.actions if inputs.train else program.forwards

@@ -86,7 +86,7 @@ def compile_actions(
     """The actions of a pp rank, in order.
 
     Args:
-        pipelines, transfers, used: see :class:`reshard.scheduler.runtime.executor.Program`.
+        pipelines, transfers, used: see :class:`reshard.scheduler.runtime.executor.StepProgram`.
         rank, pp_rank: this rank, and its pp rank.
         stages: its stages.
     """

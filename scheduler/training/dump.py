@@ -12,7 +12,7 @@ import torch
 from reshard.compression.policy import DIMENSIONS
 from reshard.runtime.torch_compat import local_of
 
-from ..pipe.engine import PipelineEngine
+from ..pipe.training_engine import PipelineEngine
 from ..runtime.compression_policy import describe_modules
 from ..runtime.stage import StageOutput
 

@@ -18,9 +18,9 @@ from reshard.formatting import count_of
 
 from ..autoparallel import TrainingPlan
 from ..ir.schedule import Schedule
-from ..pipe.engine import PipelineEngine
 from ..pipe.pipe import Pipe
 from ..pipe.placement import parse_placements
+from ..pipe.training_engine import PipelineEngine
 from ..schedules.named_builders import NAMED_BUILDERS
 from ..simulation.lower_bound import LowerBound
 from ..simulation.replay import PipelineTimeline

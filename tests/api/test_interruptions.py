@@ -183,7 +183,7 @@ def _interrupted_before_connecting(rank, place, monkeypatch):
 @pytest.mark.parametrize(
     "place",
     [
-        "reshard.coordination.control_channel.Spoke.take_answer",
+        "reshard.coordination.hub_and_spokes.Spoke.take_answer",
         "reshard.api.opened_plan.build_program",
         "reshard.api.mover.ArrayReader",
     ],

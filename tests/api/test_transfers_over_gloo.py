@@ -88,7 +88,7 @@ def _one_way_beside_two_way(rank):
             assert (out is None) == (expected is None)
             assert expected is None or same_bytes(out, expected)
     ours = movers[0]._agreed.call_group._connections[1]
-    return [plan.is_two_way for plan in plans], len(ours._groups)
+    return [plan.both_ways for plan in plans], len(ours._groups)
 
 
 def test_two_way_traffic_has_a_connection_per_direction():

@@ -227,7 +227,7 @@ def _build_layouts(data: Any) -> None:
 
 def _read_frames(data: bytes) -> None:
     """Parse bytes as the frames of a control connection."""
-    from reshard.coordination.control_channel import MAX_HELLO_BYTES, _Peer
+    from reshard.coordination.hub_and_spokes import MAX_HELLO_BYTES, _Peer
 
     ours, theirs = socket.socketpair()
     with ours, theirs:

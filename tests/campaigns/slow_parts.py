@@ -28,7 +28,7 @@ import reshard.api.recovery
 from reshard import Layout, Mesh
 from reshard.coordination import rendezvous
 from reshard.coordination.call_group import CallGroup
-from reshard.coordination.control_channel import Hub, Spoke
+from reshard.coordination.hub_and_spokes import Hub, Spoke
 from reshard.runtime.transport.connections import Connections, GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.pausable_store import PausableStore

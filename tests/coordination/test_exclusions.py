@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
-from reshard.coordination.control_channel import Hub
 from reshard.coordination.groups.messages import Decision
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import Store
+from reshard.coordination.hub_and_spokes import Hub
 from reshard.coordination.liveness import status as statuses
 from reshard.coordination.liveness.exclusions import propose_exclusion, read_exclusions
 from reshard.coordination.liveness.status import HeartbeatReader, beat_key

@@ -53,7 +53,7 @@ def _dies_in_place(rank, victim):
 def _run_and_die(rank, victim, source, src, dst):
     topology = reshard.Topology((0, 1, 2, 3))
     plan = reshard.make_plan(src, dst, (4096, 4096), "float32", staging_bytes=2**18, topology=topology)
-    assert plan.is_two_way == (src.ranks == dst.ranks)
+    assert plan.both_ways == (src.ranks == dst.ranks)
     mover = reshard.Mover(plan, timeout_seconds=60)
     if rank == victim:
         mover.start(source)

@@ -19,7 +19,7 @@ import reshard.cupy
 from reshard import Layout, Mesh
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.planner.registry import STRATEGIES
-from reshard.runtime.cpu.staging import TorchMemory, carrier
+from reshard.runtime.cpu.staging import TorchMemory, view_as_bits
 from reshard.runtime.cuda.stream import CudaRoundStreams
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds.runner import RoundRunner
@@ -353,7 +353,9 @@ def _run_one_rank(rank, plan, exchange, round_of, src, dst, failures):
             runner.warm_up()
             streams = CudaRoundStreams(device)
             for _ in range(2):
-                runner.run([carrier(source)], [carrier(out)], lambda *posted: exchange(rank, *posted), streams)
+                runner.run(
+                    [view_as_bits(source)], [view_as_bits(out)], lambda *posted: exchange(rank, *posted), streams
+                )
             torch.cuda.current_stream().synchronize()
         assert wanted is None or not count_unlike(out.cpu(), wanted.cpu())
     except BaseException as error:

@@ -191,7 +191,7 @@ def test_invalid_local_shards_are_refused():
 
 def test_is_closed_never_blocks():
     """An idle connection is not closed, and the check must not block its thread."""
-    from reshard.coordination.control_channel import _Peer
+    from reshard.coordination.hub_and_spokes import _Peer
 
     ours, theirs = socket.socketpair()
     peer = _Peer.__new__(_Peer)

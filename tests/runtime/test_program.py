@@ -17,7 +17,7 @@ from reshard.planner.planning import plan_tensors
 from reshard.runtime.cpu import executor
 from reshard.runtime.cpu.executor import RunOptions, WrongCopyError, run_program
 from reshard.runtime.cpu.progress import Tally, describe_progress
-from reshard.runtime.cpu.staging import MANY_BOXES, MAX_WINDOW, Pool, Staging, carrier
+from reshard.runtime.cpu.staging import MANY_BOXES, MAX_WINDOW, Pool, Staging, view_as_bits
 from reshard.runtime.cpu.verification import TransferDigests, find_fault
 from reshard.runtime.program import build_program
 from reshard.runtime.transport.connections import ABORT_TAG
@@ -316,7 +316,7 @@ def test_message_is_posted_only_after_its_waits(seed):
     }
 
     def run(rank):
-        arrays = [[None if x is None else carrier(x) for x in side] for side in sides[rank]]
+        arrays = [[None if x is None else view_as_bits(x) for x in side] for side in sides[rank]]
         staging = Staging(programs[rank], plan.staging_bytes)
         try:
             transport = _CheckingWaits(hub, programs[rank], done)

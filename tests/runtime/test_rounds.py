@@ -18,7 +18,7 @@ from reshard.errors import PlanError
 from reshard.plan.messages import expand_messages, message_nbytes
 from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.chunking import MIN_STAGING_BYTES
-from reshard.runtime.cpu.staging import TorchMemory, carrier
+from reshard.runtime.cpu.staging import TorchMemory, view_as_bits
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds import large, schedule
 from reshard.runtime.rounds.replay import Call, calls_of, check_calls
@@ -290,10 +290,10 @@ def _move_in_rounds(rank):
     source = shard_of_positions(src, rank, (256, 384), "float32")
     wanted = shard_of_positions(dst, rank, (256, 384), "float32")
     out = None if wanted is None else torch.zeros_like(wanted)
-    sides = [[None if array is None else carrier(array)] for array in (source, out)]
+    sides = [[None if array is None else view_as_bits(array)] for array in (source, out)]
     for _ in range(2):
         runner.run(*sides, _by_gloo)
-    assert wanted is None or torch.equal(carrier(out), carrier(wanted))
+    assert wanted is None or torch.equal(view_as_bits(out), view_as_bits(wanted))
     return runner.allocated_bytes
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from reshard.runtime.cpu.executor import RunOptions, run_program
-from reshard.runtime.cpu.staging import Staging, TorchMemory, carrier
+from reshard.runtime.cpu.staging import Staging, TorchMemory, view_as_bits
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds.memory import EXCHANGE, PACK, UNPACK
 from reshard.runtime.rounds.runner import RoundRunner
@@ -216,7 +216,7 @@ def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False, digests=No
     def one(rank):
         try:
             program = build_program(plan, rank)
-            arrays = [[None if x is None else carrier(x) for x in side[rank]] for side in (sources, outs)]
+            arrays = [[None if x is None else view_as_bits(x) for x in side[rank]] for side in (sources, outs)]
             if in_rounds == "streams":
                 exchange = MemoryExchange(hub, rank, seconds, plan.ranks)
                 staging = run_on_streams(plan, rank, arrays, exchange, round_of, rank, seconds)

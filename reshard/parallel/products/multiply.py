@@ -81,7 +81,8 @@ class Product:
     def __init__(self, grid: Grid, shape: ProductShape) -> None:
         self.grid, self.shape = grid, shape
         self._mesh = grid.device_mesh
-        self._row_axis, self._col_axis, self._layer = map(grid.encoded, ("row", "col", "layer"))
+        # the ranks of this column differ in their rows
+        self._ranks_of_col, self._ranks_of_row, self._layer = map(grid.encoded, ("row", "col", "layer"))
 
     def check_grid(self) -> None:
         """Raise ArgumentError, on all ranks alike, if the model has moved to another grid."""
@@ -111,7 +112,7 @@ class Product:
         if keeps_weight:
             self._start_features(x, tokens)
             yield
-            summed = self._row_axis.reduce_scatter(self.multiply(x.read("features").t(), w), tokens)
+            summed = self._ranks_of_col.reduce_scatter(self.multiply(x.read("features").t(), w), tokens)
             yield
             return summed.wait()
         num_panels = self.shape.panels.num_panels
@@ -131,20 +132,20 @@ class Product:
         assert y is not None
         return y.to(w.dtype)
 
-    def contract_q(self, x: Activation, w: torch.Tensor, tokens: Sequence[int], *, keeps_weight: bool) -> Steps:
-        """``X Wᵀ``: ``[m, Q_j]`` to ``[m, P_j]``."""
+    def contract_q(self, z: Activation, w: torch.Tensor, tokens: Sequence[int], *, keeps_weight: bool) -> Steps:
+        """``Z Wᵀ``: ``[m, Q_j]`` to ``[m, P_j]``."""
         if keeps_weight:
-            self._start_tokens(x, tokens)
+            self._start_tokens(z, tokens)
             yield
-            return self._sum_to_columns(self.multiply(w, x.read("tokens").t()), tokens)
-        panels, y = self.shape.panels, x.local.new_empty((len(x.local), size_of(self.shape.p_cols[self.grid.col])))
+            return self._sum_to_columns(self.multiply(w, z.read("tokens").t()), tokens)
+        panels, y = self.shape.panels, z.local.new_empty((len(z.local), size_of(self.shape.p_cols[self.grid.col])))
         gathered, sums = self._gather_weight(0, w), []
         yield
         for panel in range(panels.num_panels):
             w_panel = gathered.wait()
             if panel + 1 < panels.num_panels:
                 gathered = self._gather_weight(panel + 1, w)
-            sums.append(self._col_axis.reduce_scatter(self.multiply(w_panel, x.local.t()), panels.col_sizes(panel)))
+            sums.append(self._ranks_of_row.reduce_scatter(self.multiply(w_panel, z.local.t()), panels.col_sizes(panel)))
             if panel:
                 _put(y.t(), panels.by_col[self.grid.col][panel - 1], sums[panel - 1])
             yield
@@ -166,7 +167,7 @@ class Product:
             x_panel = x.read(panel)
             if panel + 1 < panels.num_panels:
                 self._start_panel(panel + 1, x)
-            sums.append(self._row_axis.reduce_scatter(self.multiply(x_panel, z.local), panels.row_sizes(panel)))
+            sums.append(self._ranks_of_col.reduce_scatter(self.multiply(x_panel, z.local), panels.row_sizes(panel)))
             if panel:
                 _put(gradient, panels.by_row[self.grid.row][panel - 1], sums[panel - 1])
             yield
@@ -179,18 +180,18 @@ class Product:
         """Start to gather a panel of X of this grid row, transposed: ``[panel, m]``."""
         panels = self.shape.panels
         own = panels.by_col[self.grid.col][panel]
-        x.start(panel, lambda: self._col_axis.all_gather(_take(x.local.t(), own), panels.col_sizes(panel)))
+        x.start(panel, lambda: self._ranks_of_row.all_gather(_take(x.local.t(), own), panels.col_sizes(panel)))
 
     def _gather_weight(self, panel: int, w: torch.Tensor) -> PendingResult:
         """A panel of W of this grid column: ``[panel, Q_j]``."""
         panels = self.shape.panels
-        return self._row_axis.all_gather(_take(w, panels.by_row[self.grid.row][panel]), panels.row_sizes(panel))
+        return self._ranks_of_col.all_gather(_take(w, panels.by_row[self.grid.row][panel]), panels.row_sizes(panel))
 
     # Weight-stationary
 
     def _start_tokens(self, z: Activation, tokens: Sequence[int]) -> None:
         """Start to gather the tokens of all rows: ``[M, Q_j]``."""
-        z.start("tokens", lambda: self._row_axis.all_gather(z.local.contiguous(), tokens))
+        z.start("tokens", lambda: self._ranks_of_col.all_gather(z.local.contiguous(), tokens))
 
     def _start_features(self, x: Activation, tokens: Sequence[int]) -> None:
         """Start to gather the features P_i of all tokens of this depth layer: ``[P_i, M]``."""

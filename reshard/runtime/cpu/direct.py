@@ -23,7 +23,7 @@ from reshard.plan import Plan
 from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.byte_runs import box_span
 from reshard.runtime.cpu.progress import Tally
-from reshard.runtime.cpu.staging import carrier
+from reshard.runtime.cpu.staging import view_as_bits
 from reshard.runtime.program import RankProgram, Recv, Send
 from reshard.runtime.transport import Transport, Work, wait_for
 
@@ -133,7 +133,7 @@ def _mark_end(array: torch.Tensor, item: _Operation) -> _Word:
 
 def _part(arrays: Sequence[torch.Tensor], item: _Operation) -> torch.Tensor:
     array = arrays[item.tensor]
-    return array if item.span is None else flat_bytes(carrier(array))[item.span[0] : item.span[1]]
+    return array if item.span is None else flat_bytes(view_as_bits(array))[item.span[0] : item.span[1]]
 
 
 def find_direct(plan: Plan, program: RankProgram) -> DirectProgram | None:

@@ -429,7 +429,7 @@ def run_program(
     """Run one rank's program; returns when all its operations are finished.
 
     Args:
-        src, dst: one local array per tensor, as carriers (see :func:`~reshard.runtime.cpu.staging.carrier`); None if
+        src, dst: one local array per tensor, as :func:`~reshard.runtime.cpu.staging.view_as_bits` gives it; None if
             the rank has none.
         staging: buffers of this program.
 

@@ -239,17 +239,17 @@ def _typed(buffer: torch.Tensor, at: int, nbytes: int, like: torch.Tensor | Cast
 
 
 #: A dtype that torch copies without changing bits, by itemsize.
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def carrier(tensor: Any) -> Any:
+def view_as_bits(tensor: Any) -> Any:
     """View a tensor as a plain dtype of the same itemsize, so that copies preserve the bits of any dtype.
 
     None, a :class:`CastSource` and encoded arrays are returned unchanged.
     """
     if not isinstance(tensor, torch.Tensor):
         return tensor
-    return tensor.detach().view(_CARRIERS[tensor.element_size()])
+    return tensor.detach().view(_WORD_DTYPES[tensor.element_size()])
 
 
 class TorchMemory:

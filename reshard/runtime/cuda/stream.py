@@ -290,7 +290,7 @@ class StreamRunner:
         """Enqueue one transfer.
 
         Args:
-            src, dst: one local array per tensor, as carriers (see :func:`~reshard.runtime.cpu.staging.carrier`).
+            src, dst: one local array per tensor, as :func:`~reshard.runtime.cpu.staging.view_as_bits` gives it.
 
         Returns:
             Mark at the end of the transfer; None during graph capture.

@@ -161,7 +161,7 @@ class RoundRunner:
         """Enqueue all rounds of this rank.
 
         Args:
-            src, dst: one local array per tensor, as carriers (see :func:`~reshard.runtime.cpu.staging.carrier`).
+            src, dst: one local array per tensor, as :func:`~reshard.runtime.cpu.staging.view_as_bits` gives it.
             exchange: posts one round.
             streams: where to pack and unpack.
         """

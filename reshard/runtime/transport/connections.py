@@ -50,7 +50,7 @@ class Connections:
         self._shared_memory: SharedMemory | None = None
         self._is_sharing = False  # whether the ranks have found out who shares memory
 
-    def transport(self, is_two_way: bool, timeout_seconds: float, check_error: Callable[[], None]) -> GlooTransport:
+    def transport(self, both_ways: bool, timeout_seconds: float, check_error: Callable[[], None]) -> GlooTransport:
         """A transport; all ranks must request the same kind.
 
         A Gloo receiver acknowledges each message over the connection on which it sends its own data to that rank, and
@@ -65,14 +65,14 @@ class Connections:
             RuntimeError: not all ranks connected in time.
             ResourceError: this rank has too few free file descriptors.
         """
-        while len(self._groups) < 1 + is_two_way:
+        while len(self._groups) < 1 + both_ways:
             self._groups.append(self._make_group_with_timeout(str(len(self._groups)), timeout_seconds, check_error))
         if not self._is_sharing:
             limit = timedelta(seconds=timeout_seconds)
             share = functools.partial(share_memory, self._groups[0], self._own, list(self._position), limit)
             self._shared_memory = run_with_timeout(share, timeout_seconds + GROUP_GRACE_SECONDS)
             self._is_sharing = True
-        return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position, self._shared_memory)
+        return GlooTransport(self._groups[0], self._groups[both_ways], self._own, self._position, self._shared_memory)
 
     def collectives(self, device: torch.device, timeout_seconds: float, check_error: Callable[[], None]) -> Any:
         """The ``torch.distributed`` backend for collectives on one type of device, shared by all callers.

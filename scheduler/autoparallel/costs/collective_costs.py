@@ -42,7 +42,7 @@ class StagePlace:
         Measured times of collectives replace the latency and the rate of the topology.
         """
         latency, rate = cluster.topology.inside_latency_seconds, cluster.inside_bytes_per_second
-        measured = [profile.host_collectives for profile in profiles if profile.host_collectives is not None]
+        measured = [profile.measured_host_link for profile in profiles if profile.measured_host_link is not None]
         if measured:
             latency, rate = max(sums[0] for sums in measured), min(sums[1] for sums in measured)
         parts = cluster.hosts_of(first, end)

@@ -12,7 +12,7 @@ from torch import nn
 
 import reshard.scheduler as rs
 from reshard.errors import ReshardError
-from reshard.scheduler.pipe import planner
+from reshard.scheduler.pipe import stage_planner
 from reshard.testing import run_processes
 from tests.scheduler.pipe.test_pipe import Chain, make_batch, make_chain
 from tests.support.whole_models import Case, check_equal, pipe_of
@@ -150,7 +150,7 @@ class Scaled(nn.Module):
 
 def step_with_changing_scalars(rank):
     torch.set_num_threads(1)
-    batch, num = {"x": torch.ones(4, 4)}, planner.MAX_GRAPHS + 2
+    batch, num = {"x": torch.ones(4, 4)}, stage_planner.MAX_GRAPHS + 2
     model, losses = Scaled(), []
     with rs.Pipe(model, ["second"], stages="1x1,1x1").compile(batch | {"scale": 0.5}, 2) as engine:
         made = mock.Mock(side_effect=engine._engine.make_program)
@@ -164,7 +164,7 @@ def step_with_changing_scalars(rank):
 def test_scalars_that_change_with_each_batch_share_one_program_and_few_graphs():
     for losses, made, graphs in run_processes(step_with_changing_scalars, 2):
         assert len(set(losses)) == len(losses)
-        assert (made, graphs) == (0, planner.MAX_GRAPHS)
+        assert (made, graphs) == (0, stage_planner.MAX_GRAPHS)
 
 
 def compile_in_both_orders(rank):

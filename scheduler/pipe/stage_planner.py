@@ -22,7 +22,7 @@ from ..ir.schedule import Schedule
 from ..ir.text import format_schedule, parse_schedule
 from ..passes.edge_codecs import CodecChoice, choose_codecs, compress_edges
 from ..runtime.engine import Engine
-from ..runtime.executor import Program
+from ..runtime.executor import StepProgram
 from ..simulation.validate import check_peaks, check_schedule
 from .partition.batches import BatchEntry, BatchOutline
 from .partition.stage_graph import FakeModel, StageGraph
@@ -34,7 +34,7 @@ MAX_PROGRAMS = 8
 MAX_GRAPHS = 32
 
 
-class Planner:
+class StagePlanner:
     """Plans the stages of one model for batches of any shape. It does not communicate.
 
     Args:
@@ -100,7 +100,7 @@ class Programs:
     def __init__(
         self,
         engine: Engine,
-        planner: Planner,
+        planner: StagePlanner,
         build: Schedule | ScheduleBuilder,
         options: dict[str, Any],
         policy: Policy,
@@ -111,9 +111,9 @@ class Programs:
         self.schedules: dict[int, Schedule] = {}  # by number of microbatches
         self._codecs: dict[int, dict[StageChannel, str]] = {}  # by number of microbatches
         self.choices = ""
-        self._programs: collections.OrderedDict[Any, Program] = collections.OrderedDict()
+        self._programs: collections.OrderedDict[Any, StepProgram] = collections.OrderedDict()
 
-    def find(self, outline: BatchOutline, sizes: tuple[int, ...], schedule: Schedule | None) -> Program:
+    def find(self, outline: BatchOutline, sizes: tuple[int, ...], schedule: Schedule | None) -> StepProgram:
         """The program for microbatches of these numbers of samples. All ranks keep the same programs."""
         key = (self._planner.graph(outline), sizes, schedule)  # not the outline: scalars may change with each batch
         if key in self._programs:

@@ -34,7 +34,7 @@ MAX_STRANGERS = 64
 _HEADER = struct.Struct("!I")
 MAX_FRAME_BYTES = 2**28
 MAX_HELLO_BYTES = 1024
-CONTROL_CONNECT_TIMEOUT_SECONDS = 5.0
+SPOKE_CONNECT_TIMEOUT_SECONDS = 5.0
 #: Timeout for sending a frame: the receiver may be stopped with full buffers.
 SEND_SECONDS = 5.0
 
@@ -360,7 +360,7 @@ class Spoke:
         begun = time.monotonic()
         while True:
             try:
-                peer = _Peer(socket.create_connection((address, port), timeout=CONTROL_CONNECT_TIMEOUT_SECONDS))
+                peer = _Peer(socket.create_connection((address, port), timeout=SPOKE_CONNECT_TIMEOUT_SECONDS))
                 peer.send([_prove(nonce, "connect") or nonce, rank])
                 return cls(peer)
             except ConnectionRefusedError:  # final, since the hub listened before it published the address
@@ -369,7 +369,7 @@ class Spoke:
             except OSError as error:
                 if is_descriptor_shortage(error):
                     raise out_of_descriptors(rank, f"the rendezvous with rank {hub}") from None
-                if time.monotonic() - begun > CONTROL_CONNECT_TIMEOUT_SECONDS:
+                if time.monotonic() - begun > SPOKE_CONNECT_TIMEOUT_SECONDS:
                     raise RemoteError(
                         f"rank {rank} cannot reach rank {hub} at {address} port {port}: {error}; "
                         "set GLOO_SOCKET_IFNAME to an interface that all hosts can reach"

@@ -28,8 +28,8 @@ from .feeding import Feeder
 from .gradients import LossScale, are_finite, check_clip, combine_norm, local_power_sum, scale_gradients
 from .partition.batches import BatchOutline, take_samples, take_unused_sample
 from .partition.stage_mesh import ranks_with_own_loss
-from .planner import Planner, Programs
 from .profile import ScheduleBuilder, StageProfile, count_saved_bytes, profile_timelines, restore_training_state
+from .stage_planner import Programs, StagePlanner
 from .totals import StepResult, Totals, combine_totals
 from .tp_gradients import ReplicatedGradients
 
@@ -80,7 +80,7 @@ class PipelineEngine:
     """
 
     def __init__(
-        self, engine: Engine, planner: Planner, modules: Mapping[int, torch.nn.Module], options: CompileOptions
+        self, engine: Engine, planner: StagePlanner, modules: Mapping[int, torch.nn.Module], options: CompileOptions
     ) -> None:
         self._engine, self._planner, self.modules, self._options = engine, planner, dict(modules), options
         self._usual_num_microbatches = options.num_microbatches

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
-from reshard.coordination.control_channel import MAX_STRANGERS, Hub, Spoke
 from reshard.coordination.groups.store import Store
+from reshard.coordination.hub_and_spokes import MAX_STRANGERS, Hub, Spoke
 from reshard.coordination.links import Links
 from reshard.testing.processes import run_processes
 
