@@ -234,7 +234,7 @@ class Axis:
         return Pending(work, finish, self._explain_failure)
 
     def reduce_scatter_parts(self, parts: Sequence[Parts]) -> Pending:
-        """As :meth:`reduce_scatter` of an array that consists of these parts; rank ``i`` keeps ``parts[i]``."""
+        """:meth:`reduce_scatter` of an array that consists of these parts. Rank ``i`` keeps ``parts[i]``."""
         memory = self._memory_for(parts[0][0])
         if memory is not None:
             message = memory.reduce_scatter(parts)

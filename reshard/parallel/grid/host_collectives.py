@@ -41,7 +41,7 @@ from .pending import Parts, Pending, ordered_sum
 RING = 1024
 #: Seconds between two checks whether a rank that others wait for has ended.
 CHECK_SECONDS = 0.5
-#: What a message is a part of.
+#: Kinds of messages, by the collective to which a message belongs.
 KINDS = ALL_GATHER, REDUCE_SCATTER, EXCHANGE = "all_gather", "reduce_scatter", "exchange"
 
 _ENTRY_BYTES = 64
