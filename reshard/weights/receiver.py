@@ -29,7 +29,7 @@ from reshard.weights.route import Route, RouteOptions
 
 #: Messages that the first rank passes on to all ranks, so that all act in the same order.
 _RELAYED = ("receive", "verify", "serve", "ping", "refused", "dropped", "swap")
-#: A function that one thread runs for another one, and its result.
+#: A function that one thread runs on behalf of another, and its result.
 DeferredCall = tuple[Callable[[], None], Future[None]]
 
 
