@@ -18,8 +18,8 @@ from reshard.topology import Topology, topology_to_json
 
 #: A cluster with less memory per device is refused: its unit is probably wrong.
 MIN_MEMORY_BYTES = 1 << 20
-#: If a cluster has at most this many choices of a number of devices on each host and an order of the hosts, all of them
-#: are parts.
+#: A choice is a number of devices on each host and an order of the hosts. If a cluster has at most this many choices,
+#: all are parts.
 MAX_COMBINATIONS = 50
 #: Rate inside hosts if the topology gives none.
 UNLIMITED_BYTES_PER_SECOND = 1e15

@@ -41,8 +41,8 @@ Report = Callable[[float, str], None]
 TIME_SHARES = {"joint": 0.25, "bmw": 0.3, "galvatron": 0.08, "alpa": 0.35, "pure": 0.02}
 #: ``auto`` skips ``alpa`` if one pass of its dynamic program needs more additions than this.
 MAX_SUMS = 250_000_000
-#: Number of evaluated training plans that local moves improve, and limit on the computations that each simulates for
-#: them.
+#: ``NUM_IMPROVED``: evaluated training plans that local moves improve. ``MOVE_BUDGET``: computations that may be
+#: simulated for one of them.
 NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
 #: Number of the best training plans for which ``auto_schedule`` is tried at the end.
 NUM_THOROUGH = 2
