@@ -307,7 +307,7 @@ class Engine:
         return explain_lost_store(self._group, error) if torch_compat.is_store_error(error) else error
 
     def _check_reported(self) -> None:
-        """Raise the error that another rank reported, or one that names a lost rank. Does nothing without such an error."""
+        """Raise the error that another rank reported, or one that names a lost rank; without these, do nothing."""
         if self._iteration is not None:
             self._iteration.check_errors()
         self._channel.check_reported(self._channel.generation)

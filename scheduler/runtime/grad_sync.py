@@ -232,7 +232,7 @@ class ReplicaSync:
                 self._sum_bucket(check_errors, bucket)
 
     def start_sum(self, check_errors: CheckErrors, parameters: Sequence[torch.Tensor]) -> None:
-        """As :meth:`add_gradients`, but :meth:`finish_sum` waits for the sums. Until then ``.grad`` is None.
+        """Start the sums of :meth:`add_gradients`. :meth:`finish_sum` waits for them; until then ``.grad`` is None.
 
         Sparse and compressed gradients take several steps, so :meth:`finish_sum` sums them. All replicas start at the
         same place of their actions. They wait here for each other, and not for other ranks.
