@@ -37,7 +37,7 @@ from reshard.runtime.torch_compat import timeout_of
 from .failures import Failures
 from .pending import Parts, Pending, ordered_sum
 
-#: Most messages that a rank writes before all others have read the first of them.
+#: Largest number of messages that a rank writes before all others have read the first of them.
 RING = 1024
 #: Seconds between two checks whether a rank that others wait for has ended.
 CHECK_SECONDS = 0.5

@@ -19,7 +19,7 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 
 #: After a collective has failed, a rank that sends no heartbeat for this long counts as stopped.
 COLLECTIVE_SILENCE_SECONDS = 4.0
-#: How long to search for the root cause: a lost connection, an error that another rank reports, or a rank without a
+#: Time to search for the root cause: a lost connection, an error that another rank reports, or a rank without a
 #: heartbeat.
 ROOT_CAUSE_SECONDS = COLLECTIVE_SILENCE_SECONDS + 2.0
 #: Seconds between two checks for it.
