@@ -27,10 +27,10 @@ from reshard.runtime.cpu.staging import carrier
 from reshard.runtime.program import RankProgram, Recv, Send
 from reshard.runtime.transport import Transport, Work, wait_for
 
-#: Most bytes that a rank sends and receives in such a program. With a larger message, the copy to the socket would cost
-#: the calling thread more time than a second thread costs.
+#: Largest number of bytes that a rank sends and receives in such a program. With a larger message, the copy to the
+#: socket would cost the calling thread more time than a second thread costs.
 DIRECT_BYTES = 2**18
-#: Most messages of such a program in one direction.
+#: Largest number of messages of such a program in one direction.
 DIRECT_MESSAGES = 8
 
 

@@ -30,10 +30,11 @@ from reshard.runtime.cuda.nccl_library import (
     make_config,
 )
 
-#: How long an abort waits for a call of another thread to return before it aborts anyway.
+#: Time that an abort waits for a call of another thread to return before it aborts anyway.
 ABORT_WAIT_SECONDS = 0.5
-#: How long :meth:`Communicator.abort` and :meth:`Communicator.close` wait for NCCL. It frees device memory, which waits
-#: for all kernels of the device. It also waits until all CUDA graphs that captured the communicator are destroyed.
+#: Time that :meth:`Communicator.abort` and :meth:`Communicator.close` wait for NCCL. It frees device memory, which
+#: waits for all kernels of the device. It also waits until all CUDA graphs that captured the communicator are
+#: destroyed.
 ABORT_SECONDS, CLOSE_SECONDS = 2.0, 5.0
 #: Shortest wait of an abort or close, even after the shared deadline: earlier aborts may be waiting for this one.
 MIN_ABORT_WAIT_SECONDS = 0.1
