@@ -72,7 +72,7 @@ class LayerCost:
         activation_bytes: kept for each microbatch in flight.
         recompute_bytes: activations that the layer keeps in addition while the backward recomputes its forward.
         gathered_bytes: whole parameters, while ZeRO 3 has gathered them.
-        sync_seconds: the sum of the gradients, once per step.
+        sync_seconds: the all-reduce of the gradients, once per step.
         panel_bytes: panels of the largest product on a grid, while it runs.
         early_sync_seconds: the part of ``sync_seconds`` during which the rank may compute other stages.
     """
