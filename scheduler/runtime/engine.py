@@ -239,7 +239,7 @@ class Engine:
 
     @_ending_step
     def step(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
-        """Run one iteration: forward and backward of every microbatch, then gradient sums over replicas.
+        """Run one iteration: forward and backward of every microbatch, then the all-reduces of gradients over replicas.
 
         Args:
             feed: ``{stage: [{name: tensor} per microbatch]}``, the inputs of this rank's stages that no edge brings.

@@ -1,4 +1,4 @@
-"""Synchronization of the replicas of a stage under DDP: buffers before a step, gradients at its end.
+"""Synchronization of the replicas of a stage under DDP: buffers before a step, all-reduce of gradients at its end.
 
 DDP's reducer never runs. It would sum during the backward, where a rank blocks in torch if a replica fails. DDP's
 process group is not used either. After a failed step, collectives that only some replicas have posted would match
