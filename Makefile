@@ -57,11 +57,11 @@ test-cluster: install
 	$(BIN)/python -m pytest -m 'cluster and not nightly and not slow' $(call FILES,cluster)
 
 # In an environment with SGLang and reshard: make test-sglang SGLANG=environment
-test-sglang: install
+test-sglang: $(if $(SGLANG),,install)
 	$(or $(SGLANG),$(VENV))/bin/python -m pytest -m sglang tests/sglang
 
 # In an environment with vLLM and reshard: make test-vllm VLLM=environment
-test-vllm: install
+test-vllm: $(if $(VLLM),,install)
 	$(or $(VLLM),$(VENV))/bin/python -m pytest -m vllm tests/vllm
 
 test-faults: install

@@ -28,7 +28,7 @@ from reshard.coordination import serve_store
 from reshard.errors import ArgumentError, ReshardError
 from reshard.formatting import describe_ranks
 from reshard.sharding import MAX_RANK, check_integer
-from reshard.testing.starting import find_start
+from reshard.testing.starting import find_start, start_forked
 from reshard.timeouts import check_timeout
 
 #: After the first failure, how long the other ranks may run before they are killed.
@@ -140,7 +140,7 @@ def _start_store(pipes: Sequence[Connection]) -> tuple[BaseProcess, Connection]:
     ours, theirs = context.Pipe()
     listener = socket.create_server(("127.0.0.1", 0), backlog=len(pipes) + 8)
     server = context.Process(target=_serve_store, args=(listener, theirs, ours), name="store")
-    server.start()
+    start_forked(server)
     theirs.close()
     for pipe in pipes:
         pipe.send(listener.getsockname()[1])

@@ -14,6 +14,7 @@ import pickle
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -44,7 +45,7 @@ def find_start(
 
         def start_fork(rank: int, pipe: Connection) -> BaseProcess:
             process = fork.Process(target=run, args=(rank, pipe, pickle.dumps), name=f"rank-{rank}")
-            process.start()
+            start_forked(process)
             return process
 
         return start_fork
@@ -68,6 +69,13 @@ def find_start(
         return process
 
     return start_from_server
+
+
+def start_forked(process: BaseProcess) -> None:
+    """Start a process that is a fork, without a warning if this process has threads, such as those of torch."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+        process.start()
 
 
 def can_fork() -> bool:
