@@ -56,7 +56,7 @@ class Axis:
         self._explain: Explain = self._describe if explain is None else explain
         #: Two levels, if :meth:`split_by_host` found that they help.
         self.levels: TwoLevelAxis[Axis] | None = None
-        #: Where the ranks move CPU tensors if all are on one host.
+        #: Shared memory for collectives of CPU tensors, if all ranks are on one host.
         self._memory: HostCollectives | None = None
         self._for_sums: Axis | None = None
         self._for_backwards: Axis | None = None

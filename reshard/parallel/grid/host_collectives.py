@@ -289,7 +289,7 @@ class HostCollectives:
         )
 
     def _fail(self, error: ReshardError) -> ReshardError:
-        """Let no later collective of the grid start, because it would meet another one of the other ranks."""
+        """Prevent later collectives of the grid, because they would meet other collectives of the other ranks."""
         self._failures.report(error)
         return self._failures.add(error)
 

@@ -22,7 +22,7 @@ COLLECTIVE_SILENCE_SECONDS = 4.0
 #: Time to search for the root cause: a lost connection, an error that another rank reports, or a rank without a
 #: heartbeat.
 ROOT_CAUSE_SECONDS = COLLECTIVE_SILENCE_SECONDS + 2.0
-#: Seconds between two checks for it.
+#: Interval of the checks for a root cause.
 CHECK_INTERVAL_SECONDS = 0.1
 
 
