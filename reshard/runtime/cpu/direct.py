@@ -5,7 +5,7 @@ operations can start at once, and only their ends need a thread. Posting does no
 are posted in plan order, as in :mod:`reshard.runtime.cpu.executor`. So one end of a message may be posted here and the
 other end there.
 
-Gloo cannot say whether a message has arrived, except by a wait, which no signal interrupts. So
+Gloo shows the arrival of a message only by a wait, which no signal interrupts. So
 :meth:`DirectProgram.post` can mark the end of each receive buffer. Bytes arrive in order: once the mark is gone, a wait
 returns at once.
 """
