@@ -122,7 +122,7 @@ def draw_kinds(pieces: Sequence[Piece]) -> str:
 
 
 def _place_in_units(schedule: Schedule) -> Iterator[Piece]:
-    """Each computation as early as its pp rank and inputs allow. What a deadlock keeps from starting is left out."""
+    """Each computation as early as its pp rank and inputs allow. Computations that a deadlock blocks are left out."""
     inputs = _inputs(schedule)
     done: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, microbatch) -> end
     computations = [[a for a in actions if not a.kind.is_transfer] for actions in schedule.rank_actions]
