@@ -1,4 +1,4 @@
-"""The times of a plan on a page: how far each arrow is at each moment, and what each host sends and receives when."""
+"""The times of a plan on a page: the arrived part of each arrow, and the rates of each host, over time."""
 
 from __future__ import annotations
 
