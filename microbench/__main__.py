@@ -30,7 +30,7 @@ CASES = {
     "ray_actors": ("transfers.ray_actors", "one actor to three hosts of a Ray cluster, compared with Ray's methods"),
     "compression": ("transfers.compression", "encoded transfers, compared with raw ones"),
     "auto_compression": ("transfers.auto_compression", 'compression="auto", compared with raw, 0.1 to 10 Gbit/s'),
-    "gradient_sums": ("transfers.gradient_sums", "sums of gradients, compared with Gloo's"),
+    "gradient_sums": ("transfers.gradient_sums", "all-reduces of gradients, compared with Gloo's"),
     "weights": ("transfers.weights", "a whole model from a trainer to engines, compared with other methods"),
     "weight_deltas": ("transfers.weight_deltas", "weights as differences, compared with raw ones"),
     "weight_formats": (

@@ -1,8 +1,8 @@
 // Puts all messages in one total order that follows the start times at senders and the end times at receivers.
 //
 // A plan is a total order: each rank starts its messages and completes its receives in that order. The order is a
-// topological sort under these constraints; among the messages that are ready, the one with the smallest end time is
-// next:
+// topological sort. Of the messages that are ready, the one with the smallest end time is next. The constraints:
+//
 //   - A message comes after all messages in its `after`.
 //   - The messages of each sender to other hosts are ordered by start time.
 //   - The messages of each receiver are ordered by end time.

@@ -1,11 +1,11 @@
 // The chunk scheduler for topologies with pods, where several pairs of ports compete for the uplinks of pods.
 //
-// A port (one direction of a NIC or uplink) is worth more the closer its remaining time is to the longest one: 1 for the
-// longest, and steeply less for others. The weight of a possible send is the sum over its ports. A port of a NIC takes
-// one send at a time, one of an uplink as many as its rate allows. A set of sends is chosen greedily, heaviest first. Exchanges
-// then improve the set as long as its weight grows: an exchange adds one send, drops the sends that block it, and adds
-// other sends that then fit. A chunk enters a pod over its uplink once. Uplinks with time to spare may also bring
-// chunks that the pod already has (help_pods).
+// A port is one direction of a NIC or of an uplink. Its worth is 1 if its remaining time is the longest of all, and
+// steeply less if it is shorter. The weight of a possible send is the sum of the worths of its ports. A port of a NIC
+// takes one send at a time, one of an uplink as many as its rate allows. A set of sends is chosen greedily, heaviest
+// first. Exchanges then improve the set as long as its weight grows: an exchange adds one send, drops the sends that
+// block it, and adds other sends that then fit. A chunk enters a pod over its uplink once. Uplinks with time to spare
+// may also bring chunks that the pod already has (help_pods).
 //
 // Reference implementation: tests/reference/pod_chunk_scheduler.py.
 

@@ -15,9 +15,9 @@
 
 #include "types.h"
 
-// All messages. source: the message that brings the piece to the sender, -1 if the sender holds the piece. Message i
-// starts after messages after[after_at[i]:after_at[i + 1]] have ended; source comes first among them. start, end:
-// planned times.
+// All messages. Message i starts after messages after[after_at[i]:after_at[i + 1]] have ended.
+//   source: the message that brings the piece to the sender, -1 if the sender holds the piece. It is first in `after`.
+//   start, end: planned times.
 struct Messages {
     std::vector<int64_t> piece, sender, receiver, source, after_at{0}, after;
     std::vector<double> start, end;

@@ -27,7 +27,7 @@ ITEMSIZE |= dict.fromkeys(_NARROW, 1)
 
 _ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32", "long": "int64"}
 _ALIASES |= {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-#: Names in use that leave open which dtype they mean, and the one that most mean.
+#: Common names that fit several dtypes, and the dtype that most people mean.
 _AMBIGUOUS = {"fp8": "float8_e4m3fn", "float8": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 _AMBIGUOUS |= {"e5m2": "float8_e5m2", "fp8_e5m2": "float8_e5m2", "fp4": "float4_e2m1fn_x2"}
 

@@ -17,7 +17,7 @@ from reshard.formatting import did_you_mean
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: What installs a package that only parts of this one need. CuPy depends on the version of CUDA.
+#: Requirements that install packages which only parts of ``reshard`` need. CuPy depends on the version of CUDA.
 _EXTRAS = {
     "torch": "'reshard[torch]'",
     "safetensors": "'reshard[torch]'",

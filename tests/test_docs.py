@@ -183,6 +183,29 @@ def test_tables_list_every_lossless_format_and_every_number_of_a_topology():
     assert numbers <= {name.strip("`") for name, _ in rows}
 
 
+def test_the_glossary_has_each_term_once_in_alphabetical_order():
+    terms = [term.rstrip(" *").casefold() for term, _ in table(DOCS / "glossary.md", "| term | meaning |")]
+    assert terms == sorted(set(terms))
+
+
+def test_files_that_contributing_names_exist():
+    named = re.findall(r"`([\w/]+\.(?:py|pyi|h|cpp|md|toml))`", (ROOT / "CONTRIBUTING.md").read_text())
+    planner, native = "reshard/planner/strategies", "native/pipeline"
+    folders = [
+        "",
+        "reshard",
+        "reshard/coordination",
+        planner,
+        "reshard/topology",
+        "scheduler",
+        "tests/scheduler",
+        native,
+    ]
+    lost = [name for name in named if not any((ROOT / folder / name).exists() for folder in folders)]
+    assert len(named) > 60
+    assert lost == []
+
+
 def test_contributing_names_the_tests_of_every_package():
     rows = table(ROOT / "CONTRIBUTING.md", "| package | its tests |")
     packages = {name for cell, _ in rows for name in re.findall(r"`(?:reshard)?\.(\w+)`", cell)}

@@ -202,6 +202,20 @@ def test_every_package_says_what_it_is_for():
                 assert len(ast.get_docstring(_nodes(path / "__init__.py")[0]) or "") > 20, path
 
 
+def test_docstrings_begin_with_a_noun_or_a_verb():
+    """A docstring that begins with a pronoun, such as "What ranks send", leaves open what the object is."""
+    vague = {"As", "How", "It", "That", "They", "This", "Those", "What", "Which", "Who", "Why"}
+    first = [
+        (f"{name}: {docstring.splitlines()[0]}", docstring.split()[0])
+        for name, path in _modules().items()
+        for node in _nodes(path)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and (docstring := ast.get_docstring(node))
+    ]
+    assert len(first) > 3000
+    assert [text for text, word in first if word in vague] == []
+
+
 def test_packages_of_the_table_say_what_they_may_import():
     for layer in set(_layers()) - {"reshard", "reshard.scheduler", "microbench"}:
         folder = layer.replace("reshard.scheduler", "scheduler").replace(".", "/")

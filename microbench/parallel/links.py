@@ -21,7 +21,7 @@ MESSAGE_BYTES, REPEATS = 2**20, 50
 
 
 def measure_grid_links(cluster: EmulatedCluster, expected: Topology) -> Topology:
-    """As ``measure_cluster``, but inside hosts with the rate of shared memory, if ranks share memory."""
+    """Measure a cluster like ``measure_cluster``, with the rate of shared memory inside hosts whose ranks share it."""
     links = measure_cluster(cluster, expected)
     rate = cluster.run(measure_shared_memory, cluster.topology)[0]
     return links if rate is None else replace(links, inside_bytes_per_second=rate)

@@ -1,4 +1,4 @@
-"""Sums of gradients on emulated hosts, compared with Gloo's.
+"""All-reduces of gradients on emulated hosts, compared with Gloo's.
 
 Four hosts with two ranks each average 16 MiB of fp32 gradients. The contenders run in turns: Gloo's all-reduce in fp32
 and in bf16, and :class:`reshard.compression.GradientSum` without a codec and with several. A row prints the median

@@ -4,12 +4,14 @@
 // phases: it occupies the sender's port for its latency, or its bytes pass all ports of the stream. The rates of all
 // active streams are proportionally fair (see proportional_fairness.h) and change only at events: a phase ends, a
 // message leaves the window of its queue because the rest of it fits the send buffer, or a token bucket becomes empty.
-// Each step advances the clock to the next event. A port with saved tokens has no limit on its rate (AT_ONCE) until
-// they are spent, except while a latency occupies it, since a latency takes as long with a full bucket.
+// Each step advances the clock to the next event.
 //
-// Streams that share no port, directly or through other streams, do not affect each other. So an event changes rates
-// only in the components (of streams connected by ports) whose streams or capacities it changes, and each of them is
-// shared alone.
+// A port with saved tokens has no limit on its rate (AT_ONCE) until the tokens are spent. While a latency occupies the
+// port, the limit holds, since a full bucket makes no latency shorter.
+//
+// A component is a set of streams that share ports, directly or through other streams. Components do not affect each
+// other. So an event changes rates only in the components whose streams or capacities it changes, and the rates of each
+// component are computed alone.
 //
 // A message starts when the rules of Network allow it; start_from() is called for each queue that an event may unblock.
 //

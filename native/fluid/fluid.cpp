@@ -222,14 +222,18 @@ class Rounds {
     std::vector<Round> rounds_;
 };
 
-// The end of the last message if every port passes one message at a time, in the order of the messages. The messages of
-// a queue start in order. A message starts when its queue, its receiver, the messages in its `after` and its ports
-// allow it; a port is busy for the time of the bytes at its own rate, and that of the sender for the latency, too.
-// While a message waits, its ports pass later ones. Links that many ports share (uplinks of pods, and what the ranks of
-// a host share inside it) pass several messages at once: a message ends no earlier than its link has passed all bytes
-// up to it, and those of its round. Copies within a rank take no time. Row r of `ports` has the ports of rank r: out of
-// it and into it inside its host, out of and into its NIC, its pod's uplink in both directions, -1 without pods, and
-// what all ranks of its host share inside it, -1 without a limit.
+// The end of the last message if every port passes one message at a time, in the order of the messages:
+//
+//   - The messages of a queue start in order. A message starts when its queue, its receiver, the messages in its
+//     `after` and its ports allow it.
+//   - A port is busy for the time of the bytes at its own rate. The port of the sender is also busy for the latency.
+//   - While a message waits, its ports pass later messages.
+//   - A link that many ports share passes several messages at once: the uplink of a pod, or the total rate inside a
+//     host. A message ends no earlier than its link has passed all bytes up to it, and those of its round.
+//   - Copies within a rank take no time.
+//
+// Row r of `ports` has the ports of rank r: out of and into the rank inside its host, out of and into its NIC, out of
+// and into its pod (-1 without pods), and the total rate inside its host (-1 without a limit).
 double flow_serially(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints after_at, Ints after, Floats delay,
                     Ints host_of, Table ports, Floats rate, Ints ahead, double latency_across, double latency_inside) {
     constexpr int OUT = 0, IN = 1, EGRESS = 2, INGRESS = 3, UP = 4, DOWN = 5, SHARED = 6, COLUMNS = 7;

@@ -17,10 +17,11 @@ from reshard.plan import Plan
 from reshard.planner import AUTO_CODEC
 from reshard.runtime.cuda.encoded_shards import check_device_codec
 
-#: What a call does when ranks are lost: raise an error, raise one that offers a recovery plan, or recover.
+#: Values of ``on_loss``. When ranks are lost, a call raises an error, raises an error with a recovery plan, or
+#: recovers.
 ON_LOSS = ("raise", "offer", "recover")
 
-#: What a call does when a codec changes a tensor more than ``max_error`` allows: send it raw, or raise.
+#: Values of ``on_error``. If a codec changes a tensor more than ``max_error`` allows, a call sends it raw, or raises.
 ON_ERROR = ("raw", "raise")
 
 

@@ -42,7 +42,7 @@ from reshard.public_api import not_compiled
 from reshard.runtime.cpu.encoded_shards import encoded_array
 from reshard.runtime.cpu.progress import Tally
 
-#: How long ranks wait for each other's outcome after the time limit of the transfer.
+#: Time that ranks wait for each other's outcome after the time limit of the transfer.
 RECOVERY_OUTCOME_GRACE_SECONDS = 0.5
 
 

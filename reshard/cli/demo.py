@@ -48,7 +48,7 @@ def run_demo(divide: int = 4, rows: int = 512) -> int:
 
 
 def run_demo_on_gpus(shares_gpus: bool) -> int:
-    """As :func:`run_demo`, on CUDA tensors of four ranks, which share GPUs if ``shares_gpus`` is set."""
+    """Run the cases of :func:`run_demo` on CUDA tensors of four ranks, which share GPUs if ``shares_gpus`` is set."""
     check_num_gpus(GPU_RANKS, shares_gpus)
     return _run(gpu_cases(), functools.partial(choose_gpu, shares_gpus=shares_gpus))
 

@@ -33,7 +33,7 @@ DOCTOR_CONNECT_TIMEOUT_SECONDS = 3.0
 #: Estimate of the open files that all groups of a process together need for each rank of the job.
 FILES_PER_RANK = 16
 
-#: What :func:`find_facts` returns, and the port on which the rank listens.
+#: The result of :func:`find_facts`, and the port on which the rank listens.
 Facts = dict[str, Any]
 
 

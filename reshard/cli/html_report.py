@@ -15,9 +15,9 @@ from reshard.errors import PlanError
 from reshard.formatting import count_of, format_bytes, format_rate, format_seconds
 from reshard.plan import HostBoxes, Load, Plan, Traffic, describe_load, draw_boxes, draw_roles, find_loads, name_tensors
 
-#: Most rows of a table; those with the most bytes, or the busiest, come first.
+#: Largest number of rows of a table; those with the most bytes, or the busiest, come first.
 MAX_ROWS = 64
-#: Most characters of the plan's text.
+#: Largest number of characters of the plan's text.
 MAX_TEXT = 100_000
 #: The busiest port is named in place of the bound if it needs more than this many times the bound.
 _ABOVE_BOUND = 1.001

@@ -27,7 +27,7 @@ DEVICES = 8
 #: Styles of transformers' tensor-parallel plans that cut the rows of a weight, and its columns.
 _BY_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "embedding_rowwise")
 _BY_COLUMNS = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "embedding_colwise")
-#: What only a path has, and no name on the Hugging Face Hub: how it begins, or the ending of a file of settings.
+#: Beginnings and endings by which a path differs from a name on the Hugging Face Hub.
 _PATH = re.compile(r"^[./~]|\.(js\w*|ya?ml)$", flags=re.IGNORECASE)
 _LAYER = re.compile(r"\.(\d+)\.")
 

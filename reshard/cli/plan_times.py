@@ -1,4 +1,4 @@
-"""The times of a plan on a page: how far each arrow is at each moment, and what each host sends and receives when."""
+"""The times of a plan on a page: the arrived part of each arrow, and the rates of each host, over time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from reshard.plan import HostBoxes, Traffic
 
 #: Moments at which the page knows how much of each arrow has arrived.
 NUM_MOMENTS = 80
-#: Most pairs of hosts whose messages the time chart shows one by one.
+#: Largest number of pairs of hosts whose messages the time chart shows one by one.
 MAX_PAIRS = 32
-#: Most spans of the time chart. Spans of one pair of hosts are joined until there are no more.
+#: Largest number of spans of the time chart. Spans of one pair of hosts are joined until there are no more.
 MAX_SPANS = 4000
 #: Gap between two messages of one pair of hosts, as a fraction of the time axis, up to which both are drawn as one.
 _GAP = 0.002

@@ -10,7 +10,7 @@ from reshard.plan import Plan
 
 #: The ``(sending host, receiving host)`` pairs of one region, sorted.
 Tree = tuple[tuple[int, int], ...]
-#: Most trees that a page draws; the trees with the most bytes come first.
+#: Largest number of trees that a page draws; the trees with the most bytes come first.
 MAX_TREES = 24
 STYLE = """
 .reshard .trees { display: flex; flex-wrap: wrap; gap: 1em; }

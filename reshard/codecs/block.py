@@ -12,9 +12,10 @@ fp8x128        8    power of two, codes are e4m3           ``amax / 14.5``      
 
 ``amax`` is the largest magnitude among the 32 values. No scale is below 2**-126, so the error of a value may always
 reach 2**-127 (2**-123 with fp8). Decoding to bf16 or fp16 may add half a unit in the last place of that format. All
-codecs round to nearest even, so errors of values of both signs have no bias. Values of one sign do: those far below
-``amax`` become 0, so a sum gets smaller. Zeros stay zeros. If one of 32 values is NaN or infinite, all 32 decode to
-NaN. If coding raises a value above the largest finite one of the target, it decodes to the largest one.
+codecs round to nearest even. If values have both signs, their errors have no bias. If all have one sign, the errors are
+biased: values far below ``amax`` become 0, so a sum gets smaller. Zeros stay zeros. If one of 32 values is NaN or
+infinite, all 32 decode to NaN. If coding raises a value above the largest finite one of the target, it decodes to the
+largest one.
 
 With power-of-two scales (E8M0, as in the OCP Microscaling formats 1.0), decoded values do not change when they are
 encoded and decoded again, also after a pass through the dtype that they came from.

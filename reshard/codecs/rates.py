@@ -16,7 +16,7 @@ from reshard.codecs.lossless_choice import SHARES, FormatRates
 
 #: Values of the timed array: 4 MiB of fp32.
 NUM_VALUES = 2**20
-#: How long each of encoding and decoding is timed.
+#: Time of the measurement of encoding, and of decoding.
 WINDOW_SECONDS = 0.03
 #: Words of a piece of bf16 weights, and pieces that each lossless format encodes; the fastest one counts.
 NUM_WORDS, NUM_PIECES = 2**19, 3

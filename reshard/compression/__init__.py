@@ -1,4 +1,4 @@
-"""Compressed communication of training: sums of gradients, and hooks for DDP and FSDP2.
+"""Compressed communication of training: all-reduces of gradients, and hooks for DDP and FSDP2.
 
 May import :mod:`reshard.api` and every package below it.
 """

@@ -1,4 +1,4 @@
-"""Sums of gradients over data-parallel replicas, encoded between hosts."""
+"""All-reduce of gradients over data-parallel replicas, encoded between hosts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PIECE_VALUES = 2**20
 
 
 class GradientSum:
-    """Sums gradients over the ranks of a process group. All ranks get the same bits.
+    """All-reduce of gradients over the ranks of a process group. All ranks get the same bits.
 
     With L ranks on each of H hosts and n values:
 

@@ -1,4 +1,4 @@
-"""The sum of an array over ranks of several hosts: raw inside a host, encoded between hosts."""
+"""The all-reduce of an array over ranks of several hosts: raw inside a host, encoded between hosts."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ class Policy:
     """The codec of each parallel dimension. Dimensions without one stay as they are.
 
     Args:
-        dp: codec of the sums of gradients over data-parallel replicas. They are raw inside a host and encoded between
-            hosts. If all replicas are on one host, they are encoded among them. The codec also serves the sums over
-            pipeline stages that share a parameter.
+        dp: codec of the all-reduces of gradients over data-parallel replicas. An all-reduce is raw inside a host and
+            encoded between hosts. If all replicas are on one host, it is encoded among them. The codec also serves the
+            sums over pipeline stages that share a parameter.
         pp: codec of the transfers between pipeline stages, or ``(activations, gradients)``. A direction of an edge is
             encoded only where the simulation of the schedule says that the iteration gets shorter.
         tp: codec of the panels and all-to-alls of :mod:`reshard.parallel`.
@@ -38,7 +38,7 @@ class Policy:
         feedback: ``("dp",)``, ``("zero",)`` or both: each rank adds the errors of its codings to its next gradients, in
             sums over replicas or in FSDP2's reduce-scatters, but not in sums over stages. At 4 bits and more, training
             with Adam does not need it.
-        raw_steps: number of first steps whose sums of gradients (``dp``) are not encoded.
+        raw_steps: number of first steps whose all-reduces of gradients (``dp``) are not encoded.
 
     Raises:
         ArgumentError: there is no such codec, ``force_pp`` without ``pp``, ``feedback`` for a dimension whose gradients

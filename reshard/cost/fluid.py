@@ -11,7 +11,7 @@ from reshard import _native
 
 #: No limit on operations.
 UNLIMITED = 2**62
-#: What the native simulation returns if it takes too many operations.
+#: The result of the native simulation if it takes too many operations.
 _UNKNOWN = 2
 
 

@@ -124,7 +124,7 @@ class _Problem:
         return max(self.num_nics.values())
 
     def seconds_of_bytes(self) -> float:
-        """Each port that must pass bytes passes them after the latency of its first message."""
+        """The bound of bytes: each port passes its bytes after the latency of its first message."""
         seconds = _arrival_or_share(_bytes_of(self.demand), self.rates)
         if self.pods is not None:
             seconds = max(seconds, _arrival_or_share(_bytes_of(self.pods), dict(enumerate(self.uplinks))))
@@ -134,7 +134,7 @@ class _Problem:
         return max(self.latency + seconds, work / sum(rates.egress_bytes_per_second for rates in self.rates.values()))
 
     def seconds_of_rounds(self) -> float:
-        """In the time of a latency, each NIC of each host that has some of the bytes informs one more host."""
+        """The bound of rounds: in one latency, each NIC of a host with some of the bytes informs one more host."""
         informed: dict[tuple[int, ...], set[int]] = {}
         for holders, destinations in self.demand:
             informed.setdefault(holders, set()).update(destinations)
@@ -145,7 +145,7 @@ class _Problem:
         return self.latency * max(self._num_rounds(holders, count) for holders, count in starts)
 
     def seconds_of_broadcasts(self) -> float:
-        """The last byte to leave a sole holder with one NIC then takes the rounds of its broadcast."""
+        """The bound of broadcasts: the last byte that leaves a sole holder with one NIC takes all rounds after that."""
         by_rounds: dict[int, Counter[int]] = {}
         for (holders, destinations), (nbytes, _) in self.demand.items():
             if len(holders) == 1 and self.num_nics[holders[0]] == 1:

@@ -42,7 +42,7 @@ def solve(program: LinearProgram, min_variables: int = MIN_VARIABLES) -> tuple[f
 
     Args:
         program: the program.
-        min_variables: number of variables from which on equal ones are merged.
+        min_variables: smallest number of variables for which equal variables are merged.
     """
     if len(program.cost) < min_variables:
         return _solve_whole(program)

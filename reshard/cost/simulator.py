@@ -166,8 +166,7 @@ _RANK_OUT, _RANK_IN, _NIC_OUT, _POD_UP, _POD_DOWN, _NIC_IN, _HOST_INSIDE = _KIND
 
 @dataclass(frozen=True, eq=False)
 class _Ports:
-    """The ports that streams pass: each direction of NICs, of uplinks, and of ranks inside their host, and the limit
-    that these share.
+    """The ports that streams pass: both directions of NICs, uplinks and ranks inside hosts, and total rates of hosts.
 
     Stream s passes ``port[port_at[s]:port_at[s + 1]]``, its sender's port first. Ports are numbered in the order in
     which streams first pass them; ``rate`` and ``are_inside`` have one entry per port.

@@ -22,7 +22,7 @@ from reshard.runtime.rounds.schedule import find_rounds
 from reshard.sharding import TensorSpec
 
 Array = Any
-#: How often the host looks whether all ranks have announced their plans.
+#: Interval at which the host looks whether all ranks have announced their plans.
 PLAN_POLL_INTERVAL_SECONDS = 0.0005
 #: The CuPy dtypes that hold the bits of dtypes that CuPy lacks.
 UNSIGNED = {

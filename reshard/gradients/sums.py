@@ -145,7 +145,7 @@ def sum_gradients(module: torch.nn.Module, *, check_replicas: bool = False) -> N
                 raise DisagreementError(different[0])
 
 
-#: What a rank has of a gradient before its sum. The largest value of any rank decides.
+#: States of a gradient on a rank before the sum. The largest value of any rank decides.
 _NONE, _GRADIENT, _SUMMED = range(3)
 
 

@@ -211,7 +211,7 @@ class _BatchHooks:
             self._open.pop().__exit__(None, None, None)
 
     def _compare_batches(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Raise DisagreementError, on all ranks alike, if ranks pass different batches, or would drop by other masks.
+        """Raise DisagreementError, on all ranks alike, if ranks pass different batches, or would draw different masks.
 
         A floating-point input may hold only the features of its column, so it may differ between columns.
         """
@@ -262,7 +262,7 @@ def _sum_under_fsdp(model: nn.Module) -> None:
 
 
 def _rows_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Number of rows of a batch, without tensors that all rows share: of 1 row, or of 1 dim where others have more."""
+    """Number of rows of a batch. Tensors that all rows share do not count: 1 row, or 1 dim where others have more."""
     several = [tensor for tensor in tensors if tensor.dim() > 1] or tensors
     return next((len(item) for item in several if len(item) != 1), 1)
 

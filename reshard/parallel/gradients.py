@@ -1,4 +1,4 @@
-"""Sum the gradients of a model on a grid, once per step."""
+"""The all-reduce of the gradients of a model on a grid, once per step."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class GridPrice:
         order: axis names, from the slowest to the fastest varying over consecutive ranks.
         compute_seconds: computation of matrix products and attention on the busiest rank.
         product_seconds: communication of products that does not overlap with computation.
-        depth_seconds: sums of gradients over depth.
+        depth_seconds: all-reduces of gradients over depth.
         other_seconds: communication of norms.
         memory_bytes: parameters, gradients, optimizer state and activations of a rank.
         num_stationary: number of products of a step that keep the weight in place.

@@ -115,7 +115,7 @@ class LayerPrice:
     Attributes:
         forward, input_grad, weight_grad: the passes, without norms.
         norm_forward_seconds, norm_backward_seconds: collectives of norms.
-        depth_seconds: sums of gradients over the depth, once per step.
+        depth_seconds: all-reduces of gradients over the depth, once per step.
         parameters: elements of weight matrices and embeddings on a rank.
         panel_elements: elements in the two panels that the largest product holds at a time: the one that is multiplied
             and the one that arrives.

@@ -1,4 +1,4 @@
-"""Sums of gradients over depth that run while the backward computes other gradients."""
+"""All-reduces of gradients over depth that run while the backward computes other gradients."""
 
 from __future__ import annotations
 

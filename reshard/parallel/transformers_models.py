@@ -31,7 +31,7 @@ class _Attention(nn.Module):
 
     @property
     def draws_masks(self) -> bool:
-        """As of :class:`~reshard.parallel.layers.dropout.Dropout`."""
+        """Whether a forward draws masks, as in :class:`~reshard.parallel.layers.dropout.Dropout`."""
         return self.training and self.dropout > 0
 
 

@@ -240,7 +240,9 @@ class _Choice:
         transfers = routes_to_transfers(self.problem, self.choose(name))
         if name == "multicast" and self.is_too_large_with_relays(transfers):
             transfers = routes_to_transfers(self.problem, self.choose("multicast_near"))
-        is_many = name == "multicast" and int(transfers.first_message[-1]) > _MANY_MESSAGES  # its time is found as fast
+        is_many = (
+            name == "multicast" and int(transfers.first_message[-1]) > _MANY_MESSAGES
+        )  # the bound takes as long as the time
         floor = self.floors.of_all if is_many else floor_of_transfers(self.problem, transfers)
         if name in ("send_recv", "multicast"):
             self.planned[name] = floor, transfers
@@ -304,9 +306,9 @@ class _Choice:
         return num_messages * self.num_ranks > _LARGE
 
     def put_in_order(self, first: _Candidate, second: _Candidate) -> tuple[_Candidate, _Candidate]:
-        """Two candidates in the order in which to compare them: the second one first if it is sure to be faster.
+        """Two candidates in the order in which to compare them: the second first if it is sure to be faster.
 
-        The order does not change which one is kept, but lets each simulation stop as early as possible. The two plans
+        The order does not change the choice. It lets each simulation stop as early as possible. The two plans
         are simulated in turn, with growing cutoffs, until one simulation ends.
         """
         look = second[1] * _FIRST_CUTOFF

@@ -24,9 +24,9 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class Floors:
-    """Lower bounds, in seconds, on what :func:`~reshard.cost.simulator.simulate` gives for any plan of a strategy.
+    """Lower bounds, in seconds, on the time that :func:`~reshard.cost.simulator.simulate` predicts for any plan.
 
-    They are known before a plan is made.
+    There is one bound for each kind of strategy. The bounds are known before a plan is made.
     """
 
     problem: PlanProblem
@@ -109,7 +109,7 @@ class Floors:
 
     @property
     def _chain_seconds(self) -> float:
-        """Time of the busiest host that sends regions held on one host only: to or along the chain of their hosts.
+        """Time of the busiest host, counting only regions that are held on a single host, along their chains of hosts.
 
         The order of a chain follows from its first host, see :func:`~reshard.planner.strategies.trees.along_trees`. Its
         last host sends nothing.

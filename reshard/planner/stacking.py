@@ -1,7 +1,7 @@
-"""Plan equal tensors together: those of equal shape, itemsize and layouts form a stack, one tensor with a new dim.
+"""Plan equal tensors together: tensors of equal shape, itemsize and layouts form a stack, one tensor with a new dim.
 
-A model has hundreds of tensors, but few shapes and layouts. The unit tasks, classes and routes of a stack are those
-of one tensor. Cuts along the new dim fall between tensors, and those along other dims inside one of them.
+A model has hundreds of tensors, but few shapes and layouts. A stack has as many unit tasks, classes and routes as one
+tensor. Cuts along the new dim fall between tensors. Cuts along other dims fall inside tensors.
 """
 
 from __future__ import annotations

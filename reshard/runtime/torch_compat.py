@@ -112,7 +112,7 @@ def call_after_backward(callback: Callable[[], object]) -> None:
 
 
 def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """As ``torch.autograd.backward``. For plain roots it compares no shapes, which takes longer than a small backward.
+    """``torch.autograd.backward`` without comparing shapes of plain roots, which takes longer than a small backward.
 
     Args:
         roots: where the backward starts.

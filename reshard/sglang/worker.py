@@ -15,7 +15,7 @@ from reshard.sglang.order import Order, Pairs, read_order
 from reshard.weights.membership.team import AGREE_SECONDS, run_collectively
 from reshard.weights.subscriber import Subscriber
 
-#: How long to wait for a version that was sent before it was ordered.
+#: Time to wait for a version that was sent before it was ordered.
 _HELD_SECONDS = 30.0
 
 

@@ -12,7 +12,7 @@ from reshard.formatting import count_of, describe_ranks, format_ranks
 from reshard.sharding.layout import Layout
 from reshard.sharding.spec import Strided, axis_of
 
-#: Most parts of a dim that are drawn, and most parts whose ranks are written inside them.
+#: Largest number of parts of a dim that are drawn, and of parts whose ranks are written inside them.
 MAX_PARTS, _MAX_NAMED = 32, 64
 _WIDTH, _LEFT, _TOP = 460, 54, 20
 

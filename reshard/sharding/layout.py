@@ -1,4 +1,4 @@
-"""How a tensor is sharded: by a spec over a mesh, or by explicit regions per rank."""
+"""Layouts, the sharding of a tensor: by a spec over a mesh, or by explicit regions per rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Layout(Drawn):
-    """How a tensor is sharded over a mesh.
+    """The sharding of a tensor over a mesh.
 
     Args:
         mesh: the ranks.

@@ -85,7 +85,7 @@ class Shards:
             yield tuple(zip(start.tolist(), stop.tolist(), strict=True)), tuple(local.tolist())
 
 
-#: What is in use, because most tensors of a model have the layout and the shape of another one.
+#: Shards that are in use, by layout and shape, because most tensors of a model share both with another tensor.
 _IN_USE: weakref.WeakValueDictionary[tuple[AnyLayout, tuple[int, ...]], Shards] = weakref.WeakValueDictionary()
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 _replaces_main = threading.Lock()
-#: Modules that the server imports once, if this process has, so that the ranks need not.
+#: Modules that the server imports once, if this process has imported them. Then the ranks need not import them.
 _SLOW_IMPORTS = ("torch._dynamo", "torch.distributed.tensor", "transformers")
 
 

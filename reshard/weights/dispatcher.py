@@ -88,14 +88,15 @@ class _Job:
 
 
 class Dispatcher:
-    """Leads a trainer. It acts on messages and never waits, except while its rank sends.
+    """Leads a trainer. The dispatcher acts on messages. It waits only while its rank sends.
 
     Args:
         team: the trainer.
         manifest: its model.
-        options: how long engines may take to answer, and to confirm a version.
-        find_base: returns the version to which differences may refer, if any, given whether the version may be encoded.
-        describe_coding: what messages say about the coding of a version, given its base.
+        options: time limits of engines to answer, and to confirm a version.
+        find_base: function that takes whether the version may be encoded, and returns the version to which differences
+            may refer, if any.
+        describe_coding: function that takes the base of a version, and returns what messages say about the coding.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class Dispatcher:
         job.engines, job.base = (holders, base) if holders else (list(job.pending), None)
 
     def _check_pings(self, job: _Job) -> None:
-        """Send once everybody who may still answer the ping has answered."""
+        """Begin to send when all engines that can still answer the ping have answered."""
         if job.phase != "ping":
             return
         is_late = time.monotonic() > job.deadline
@@ -276,7 +277,7 @@ class Dispatcher:
         self._begin_attempt(job)
 
     def _check(self, job: _Job) -> None:
-        """Look whether the ranks that a phase waits for are alive."""
+        """Check that the ranks for which a phase waits are alive."""
         if job.phase == "ping":
             self._check_pings(job)
         elif job.phase == "confirm":

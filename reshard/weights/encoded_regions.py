@@ -44,7 +44,7 @@ def cut_pieces(region: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def largest_size(region: torch.Tensor) -> int:
-    """The largest number of bytes that an encoded region may have, which is that of the raw format."""
+    """The largest number of bytes of an encoded region: the number of the raw format."""
     num_pieces = sum(1 for _ in cut_pieces(region))
     return region.numel() * region.itemsize + (_NUMBER_BYTES + HEADER_BYTES) * num_pieces
 

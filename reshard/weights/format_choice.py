@@ -1,4 +1,4 @@
-"""The lossless format of each region of a version: the one that is predicted to be fastest."""
+"""The choice of the lossless format of each region of a version: the format with the shortest predicted time."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ class FormatChoice:
     def may_pay(self) -> bool:
         """Whether to compare formats for the next version.
 
-        False if no format is faster than raw even where nothing changed. Also False for some versions after a
-        comparison that ended in raw, because comparing takes time.
+        False if raw is fastest even for regions without changes. Also False for some versions after a comparison that
+        ended in raw, because a comparison takes time.
         """
         if self._left:
             self._left -= 1

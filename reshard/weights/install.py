@@ -81,7 +81,7 @@ class CopyIntoModel:
 
 
 class ReceiveInPlace:
-    """Lets versions arrive in the parameters and buffers of a model, which hold no version meanwhile."""
+    """Receives versions in the parameters and buffers of a model. Meanwhile, the model holds no complete version."""
 
     keeps_last = False
 

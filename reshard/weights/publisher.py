@@ -34,8 +34,8 @@ class PublishReport:
 
     Attributes:
         version: the version.
-        engines: for each engine that was there, ``""`` if it holds the version, else why not. Empty if no engine was
-            there: that is no failure, because engines that come later fetch the version.
+        engines: for each engine that was a member, ``""`` if it holds the version, else the reason why not. Empty if
+            there was no engine. That is no failure: engines that join later fetch the version.
         seconds: time from the first byte to the last one, on this rank. This and the following are 0 if nothing was
             sent.
         bound_seconds, predicted_seconds: lower bound and prediction of that time, for the links of the topology. The

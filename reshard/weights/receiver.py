@@ -29,7 +29,7 @@ from reshard.weights.route import Route, RouteOptions
 
 #: Messages that the first rank passes on to all ranks, so that all act in the same order.
 _RELAYED = ("receive", "verify", "serve", "ping", "refused", "dropped", "swap")
-#: A function that one thread runs for another one, and its result.
+#: A function that one thread runs on behalf of another, and its result.
 DeferredCall = tuple[Callable[[], None], Future[None]]
 
 
@@ -90,7 +90,7 @@ class Receiver:
             raise rebuild_error(*describe_error(self._failure))
 
     def wait_for_swap(self, attempt: int, seconds: float) -> bool:
-        """Wait until an attempt has ended in a swap; returns whether it has. Meanwhile do what the swap asks for.
+        """Wait until an attempt has ended in a swap; returns whether it has. Meanwhile, run calls that the swap needs.
 
         A version that is arriving in the model is waited for.
 
@@ -436,7 +436,7 @@ class _Leader:
         self._fetch()
 
     def begin_receiving(self) -> None:
-        """Swap nothing in from now on: a version arrives in the memory of the last one."""
+        """Stop swaps, because a new version arrives in the memory of the last one."""
         self._complete = None
 
     def end_receiving(self, message: Message, failed: Any, complete: int | None) -> None:

@@ -23,7 +23,7 @@ from reshard.weights.receiver import Receiver
 from reshard.weights.recorded_loader import LoadWeights, RecordedLoader, Recording
 from reshard.weights.route import RouteOptions
 
-#: How long to wait before looking again whether a trainer is there.
+#: Interval at which to look whether a trainer is there.
 _LOOK_SECONDS = 0.05
 
 

@@ -54,9 +54,9 @@ class _ClusterPart:
 def choose_part(problem: SearchProblem, report: Report | None = None) -> TrainingPlan:
     """The fastest training plan of a problem on all devices, in any order of the hosts, or on a part of them.
 
-    It does not search parts whose bound is slower than a known training plan. Local moves improve only the best parts.
-    It compares the fastest candidates of the parts, and makes only the winner simpler. ``report`` is called before each
-    method with the part of the methods that is done, of all that may run.
+    A part is not searched if its bound is slower than a known training plan. Local moves improve only the best parts.
+    The fastest candidates of the parts are compared, and only the winner is made simpler. ``report`` is called before
+    each method with the part of the methods that is done, of all that may run.
     """
     whole = _ClusterPart((), problem)
     parts = _search_parts(whole, report or (lambda done, text: None))

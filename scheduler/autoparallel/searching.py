@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.compression import Policy
 
 #: Spread of measured layer times (see :meth:`LayerProfile.spread`) above which a search warns. At this spread, the
-#: median of five measurements has a standard error of about 10 %, which is the error that a prediction may have.
+#: median of five measurements has a standard error of about 10 %. A prediction may have this error.
 MAX_SPREAD = 0.25
 #: Parts of a training plan that ``keep=`` fixes.
 KEPT = ("num_microbatches", "tp", "zero", "recompute", "grid", "idle")

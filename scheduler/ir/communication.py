@@ -116,7 +116,7 @@ def _sorted_by_end(
     yield from itertools.chain.from_iterable(actions[index:] for index, actions in zip(at, rank_actions, strict=True))
 
 
-#: What a computation needs from another stage: (kind of receive, stage, other stage, microbatch).
+#: A receive that a computation needs: (kind of receive, stage, other stage, microbatch).
 _Input = tuple[Kind, int, int, int]
 
 

@@ -12,7 +12,7 @@ from reshard.formatting import count_of
 from .actions import Action, Kind
 from .schedule import Schedule
 
-#: Most actions and pp ranks that are drawn; of longer schedules, the first microbatches and pp ranks are.
+#: Largest number of actions and pp ranks that are drawn; of longer schedules, the first microbatches and pp ranks are.
 MAX_ACTIONS, MAX_PP_RANKS = 1000, 64
 #: Lengths of actions where no costs are known: a whole backward takes as long as its two passes.
 _UNITS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
@@ -122,7 +122,7 @@ def draw_kinds(pieces: Sequence[DrawnSpan]) -> str:
 
 
 def _place_in_units(schedule: Schedule) -> Iterator[DrawnSpan]:
-    """Each computation as early as its pp rank and inputs allow. What a deadlock keeps from starting is left out."""
+    """Each computation as early as its pp rank and inputs allow. Computations that a deadlock blocks are left out."""
     inputs = _inputs(schedule)
     done: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, microbatch) -> end
     computations = [[a for a in actions if not a.kind.is_transfer] for actions in schedule.rank_actions]

@@ -111,7 +111,8 @@ class PipelineEngine:
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters of this rank's stages, each once, for an optimizer. With tensor parallelism: param_groups().
 
-        If none is trainable, there is one more, which has no elements: torch makes no optimizer without parameters.
+        If no parameter is trainable, the list has one without elements, because torch makes no optimizer without
+        parameters.
         """
         own = [parameter for _, parameter in self.named_parameters()]
         return own if any(item.requires_grad for item in own) else [*own, self._empty_parameter]

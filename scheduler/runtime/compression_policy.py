@@ -1,4 +1,4 @@
-"""Apply a compression policy to an engine: gradient sums over replicas, FSDP's collectives, edges and grids."""
+"""Apply a compression policy to an engine: all-reduces of gradients, FSDP's collectives, edges and grids."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Exchange = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
 
 
 class CompressedSums:
-    """Sums of gradients over replicas of a stage, raw inside a host and encoded between hosts.
+    """All-reduces of gradients over replicas of a stage, raw inside a host and encoded between hosts.
 
     If all replicas share one host, or hosts have different numbers of replicas, each replica counts as a host.
 

@@ -1,9 +1,10 @@
-"""DDP and FSDP in a pipeline: sum gradients once per step instead of once per microbatch.
+"""DDP and FSDP in a pipeline: reduce gradients over replicas once per step instead of once per microbatch.
 
 Gradients are those of the total loss. So replicas of a stage that see different data *add* their gradients, under DDP
 and FSDP. A mean over replicas would scale the gradients of stages with different numbers of replicas differently.
 
-This module configures the wrappers and refuses wrappers that cannot run. :mod:`.grad_sync` sums gradients under DDP.
+This module configures the wrappers and refuses wrappers that cannot run. :mod:`.grad_sync` runs the all-reduce of
+gradients under DDP.
 """
 
 from __future__ import annotations

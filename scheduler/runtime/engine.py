@@ -239,7 +239,7 @@ class Engine:
 
     @_ending_step
     def step(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> RankStepResult:
-        """Run one iteration: forward and backward of every microbatch, then gradient sums over replicas.
+        """Run one iteration: forward and backward of every microbatch, then the all-reduces of gradients over replicas.
 
         Args:
             feed: ``{stage: [{name: tensor} per microbatch]}``, the inputs of this rank's stages that no edge brings.
@@ -307,7 +307,7 @@ class Engine:
         return explain_lost_store(self._group, error) if torch_compat.is_store_error(error) else error
 
     def _check_reported(self) -> None:
-        """Raise the error that another rank reported, or one that names a lost rank, if there is such an error."""
+        """Raise the error that another rank reported, or one that names a lost rank; without these, do nothing."""
         if self._iteration is not None:
             self._iteration.check_errors()
         self._call_group.check_reported(self._call_group.generation)

@@ -147,7 +147,7 @@ class EngineState:
         ties: parameters that several stages share.
         num_loss_shards: number of replicas that see different data, for all stages or ``{stage: number}``.
         device: type of the device of the stages.
-        passes: what the passes of these stages change.
+        passes: the gradients that passes of these stages change.
     """
 
     rank: int
@@ -170,7 +170,7 @@ class StepInputs:
         scale: factor for the weight of the loss in each backward; modules may then return a weight. None: the factor is
             1 / (number of replicas that see different data), and modules must return no weight.
         train: whether to run backwards and sum gradients, and not forwards only.
-        fillers: each ``(stage, microbatch)`` of which this replica has no pp ranks. The stage runs on one pp rank that
+        fillers: each ``(stage, microbatch)`` of which this replica has no samples. The stage runs on one sample that
             does not count.
     """
 
@@ -422,7 +422,7 @@ class Iteration:
         self.pass_on(item, sent)
 
     def is_empty(self, item: Computation) -> bool:
-        """Whether this replica has no pp ranks of a microbatch, and need not run for collectives of FSDP."""
+        """Whether this replica has no samples of a microbatch, and need not run for collectives of FSDP."""
         if self.inputs.scale is None or self.inputs.weights[item.action.microbatch]:
             return False
         return item.sent.are_empty and not item.run.is_fsdp

@@ -1,4 +1,4 @@
-"""Synchronization of the replicas of a stage under DDP: buffers before a step, gradients at its end.
+"""Synchronization of the replicas of a stage under DDP: buffers before a step, all-reduce of gradients at its end.
 
 DDP's reducer never runs. It would sum during the backward, where a rank blocks in torch if a replica fails. DDP's
 process group is not used either. After a failed step, collectives that only some replicas have posted would match
@@ -233,7 +233,7 @@ class ReplicaSync:
                 self._sum_bucket(check_errors, bucket)
 
     def start_sum(self, check_errors: CheckErrors, parameters: Sequence[torch.Tensor]) -> None:
-        """As :meth:`add_gradients`, but :meth:`finish_sum` waits for the sums. Until then ``.grad`` is None.
+        """Start the sums of :meth:`add_gradients`. :meth:`finish_sum` waits for them; until then ``.grad`` is None.
 
         Sparse and compressed gradients take several steps, so :meth:`finish_sum` sums them. All replicas start at the
         same place of their actions. They wait here for each other, and not for other ranks.

@@ -49,7 +49,7 @@ class GradientPasses:
 
         Args:
             action: the pass.
-            is_moved: whether it runs before another pass of its stage that the plan has before it.
+            is_moved: whether it runs before a pass of its stage that precedes it in the plan.
 
         Raises:
             ArgumentError: results depend on the order in which passes have run.
@@ -87,12 +87,12 @@ class GradientPasses:
             )
 
     def _gradients(self, stage: int) -> _Versions:
-        """For each parameter of a stage that has a gradient, what changes when something is added to the gradient."""
+        """For each parameter of a stage with a gradient, a value that changes when the gradient is added to."""
         named = self._stages[stage].module.named_parameters()
         return {name: _version_of(item.grad) for name, item in named if item.grad is not None}
 
     def _buffers(self, stage: int) -> _Versions:
-        """For each buffer of a stage, what changes when the buffer changes."""
+        """For each buffer of a stage, a value that changes when the buffer changes."""
         return {name: _version_of(buffer) for name, buffer in self._stages[stage].module.named_buffers()}
 
 

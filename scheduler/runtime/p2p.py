@@ -141,7 +141,7 @@ class PendingTransfer:
         return self.handle is None or self.handle.done()
 
     def has_arrived(self) -> bool:
-        """As :meth:`is_done`, and also True if the data is there although nobody has waited for it."""
+        """Whether :meth:`is_done` is true, or the data is there although nobody has waited for it."""
         return self.handle.has_arrived() if isinstance(self.handle, PostedTransfer) else self.is_done()
 
     def wake_at_end(self, wake: Callable[[], None]) -> bool:
@@ -160,7 +160,7 @@ class PendingTransfer:
         return dict(self._tensors if self._tensors is not None else received or {})
 
     def take(self) -> dict[str, Any]:
-        """As :meth:`wait`, and drop the tensors, because the records of a step hold this object until the step ends."""
+        """Call :meth:`wait`, and drop the tensors: the records of a step hold this object until the step ends."""
         tensors = self.wait()
         if self._tensors is not None:
             self._tensors = {}

@@ -36,7 +36,7 @@ from .rank_actions import ChannelEnd, Computation, RankActions, Transfer
 Order = Literal["planned", "ready"]
 ORDERS: tuple[Order, ...] = ("planned", "ready")
 
-#: Interval at which a rank looks at transfers whose end does not wake it, and at all others.
+#: Intervals of polling: of transfers whose end does not wake the rank, and of all other transfers.
 _POLL_SECONDS, _CHECK_SECONDS = 0.0005, 0.2
 
 

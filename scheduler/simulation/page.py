@@ -15,7 +15,7 @@ from ..ir.drawing import MAX_PP_RANKS, STYLE, DrawnSpan, draw_kinds, draw_rows
 from ..ir.schedule import Schedule
 from .replay import PipelineTimeline
 
-#: Most spans that a page draws: the first ones.
+#: Largest number of spans that a page draws: the first ones.
 MAX_SPANS = 8000
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from reshard.errors import ArgumentError
 
-#: What another value of an option changes in a resumed run.
+#: By option: the effect of another value in a resumed run.
 _EFFECTS = {
     "steps": "the learning rate follows the new number from here on, so the run differs from an uninterrupted one",
     "warmup": "the learning rate follows the new number from here on, so the run differs from an uninterrupted one",

@@ -9,7 +9,7 @@ from reshard.plan import Plan, find_sender_switches, recvs_ahead, tabulate_messa
 
 
 class _Link:
-    """When a link passes bytes: one message after the other, and later ones in the last gap that a message has left."""
+    """The times at which a link passes bytes: one message after the other, and later ones in the last gap that a message left."""
 
     def __init__(self) -> None:
         self.free_from = 0.0

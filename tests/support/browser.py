@@ -146,7 +146,7 @@ class Browser:
         return found
 
     def resize(self, width):
-        """What does not fit if the window of the open page has this width."""
+        """The elements that do not fit if the window of the open page has this width."""
         self._set_width(width)
         return [f"overflow: {text}" for text in self.evaluate(_OVERFLOW)]
 

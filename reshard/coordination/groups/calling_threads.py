@@ -1,9 +1,9 @@
 """Detects calls from different threads, so that calls of two threads are never matched across ranks.
 
-Ranks match the calls of a group by order. The calls of two threads have no common order on all ranks. Without this
-check, a call of thread A on one rank could match a call of thread B on another rank, and take its data. Two checks
-prevent that. A call that overlaps another thread's call on the same rank ends the group. In every round each rank also
-reports the name of its calling thread: threads with the same name belong together.
+Ranks match the calls of a group by order. The calls of two threads have no common order on all ranks. So a call of
+thread A on one rank could match a call of thread B on another rank, and take its data. Two checks prevent this. A call
+that overlaps another thread's call on the same rank ends the group. In every round each rank also reports the name of
+its calling thread: threads with the same name belong together.
 """
 
 from __future__ import annotations

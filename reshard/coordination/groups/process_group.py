@@ -23,7 +23,7 @@ from reshard.formatting import brief, count_of, describe_ranks
 from reshard.runtime.torch_compat import is_alive, store_of
 from reshard.runtime.transport.descriptors import has_descriptors
 
-#: How long closing a group waits for each of its threads to end.
+#: Time that closing a group waits for each of its threads to end.
 END_SECONDS = 2.0
 #: A wait that ends this much too late shows that the process was stopped, or that the machine is overloaded.
 STOPPED_PAUSE_SECONDS = 1.0

@@ -13,7 +13,7 @@ from reshard.coordination.groups.store import STORE_TIMEOUT_SECONDS, Store
 from reshard.forks import close_in_child
 from reshard.runtime.transport.descriptors import has_descriptors
 
-#: How long to wait for a connection to a port, for example of a host that is partitioned.
+#: Time to wait for a connection to a port, for example of a host that is partitioned.
 PROBE_TIMEOUT_SECONDS = 0.5
 
 

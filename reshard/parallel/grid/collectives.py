@@ -56,7 +56,7 @@ class Axis:
         self._explain: Explain = self._describe if explain is None else explain
         #: Two levels, if :meth:`split_by_host` found that they help.
         self.levels: TwoLevelAxis[Axis] | None = None
-        #: Where the ranks move CPU tensors if all are on one host.
+        #: Shared memory for collectives of CPU tensors, if all ranks are on one host.
         self._memory: HostCollectives | None = None
         self._for_sums: Axis | None = None
         self._for_backwards: Axis | None = None
@@ -234,7 +234,7 @@ class Axis:
         return PendingResult(work, finish, self._explain_failure)
 
     def reduce_scatter_parts(self, parts: Sequence[Parts]) -> PendingResult:
-        """As :meth:`reduce_scatter` of an array that consists of these parts; rank ``i`` keeps ``parts[i]``."""
+        """:meth:`reduce_scatter` of an array that consists of these parts. Rank ``i`` keeps ``parts[i]``."""
         memory = self._memory_for(parts[0][0])
         if memory is not None:
             message = memory.reduce_scatter(parts)

@@ -13,7 +13,7 @@ class Peers(Protocol):
     """Ranks that may wait for this one."""
 
     def mark_failed(self) -> None:
-        """Let them know that this rank will start no more collectives."""
+        """Tell these ranks that this rank will start no more collectives."""
 
 
 class Failures:

@@ -258,7 +258,7 @@ class Grid:
 
     @check_arguments(rows=(0, 2**56))
     def layer_rows(self, rows: int) -> list[int]:
-        """How many of the ``rows`` rows of a batch each grid row of this rank's layer holds."""
+        """The number of batch rows, of ``rows`` in all, that each grid row of this rank's layer holds."""
         return [size_of(span) for span in batch_spans(rows, self.depth, self.rows)[self.index["depth"]]]
 
     def exchange_count(self, count: int, device: torch.device) -> tuple[int, ...]:

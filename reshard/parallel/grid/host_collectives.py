@@ -37,11 +37,11 @@ from reshard.runtime.torch_compat import timeout_of
 from .failures import Failures
 from .pending import Parts, PendingResult, ordered_sum
 
-#: Most messages that a rank writes before all others have read the first of them.
+#: Largest number of messages that a rank writes before all others have read the first of them.
 RING = 1024
 #: Seconds between two checks whether a rank that others wait for has ended.
 HOST_CHECK_INTERVAL_SECONDS = 0.5
-#: What a message is a part of.
+#: Kinds of messages, by the collective to which a message belongs.
 KINDS = ALL_GATHER, REDUCE_SCATTER, EXCHANGE = "all_gather", "reduce_scatter", "exchange"
 
 _ENTRY_BYTES = 64
@@ -291,7 +291,7 @@ class HostCollectives:
         )
 
     def _fail(self, error: ReshardError) -> ReshardError:
-        """Let no later collective of the grid start, because it would meet another one of the other ranks."""
+        """Prevent later collectives of the grid, because they would meet other collectives of the other ranks."""
         self._failures.report(error)
         return self._failures.add(error)
 

@@ -12,7 +12,7 @@ from reshard.errors import ReshardError
 #: Converts the error of a collective into an error of this package. Its arguments: the awaited ranks, and whether this
 #: rank waits in a backward.
 Explain = Callable[[RuntimeError, Sequence[int], bool], ReshardError]
-#: Added in float32.
+#: Dtypes whose values are added in float32.
 SHORT_DTYPES = (torch.bfloat16, torch.float16)
 #: Tensors that follow each other along dim 0.
 Parts = Sequence[torch.Tensor]

@@ -19,10 +19,10 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 
 #: After a collective has failed, a rank that sends no heartbeat for this long counts as stopped.
 COLLECTIVE_SILENCE_SECONDS = 4.0
-#: How long to search for the root cause: a lost connection, an error that another rank reports, or a rank without a
+#: Time to search for the root cause: a lost connection, an error that another rank reports, or a rank without a
 #: heartbeat.
 COLLECTIVE_ROOT_CAUSE_TIMEOUT_SECONDS = COLLECTIVE_SILENCE_SECONDS + 2.0
-#: Seconds between two checks for it.
+#: Interval of the checks for a root cause.
 CHECK_INTERVAL_SECONDS = 0.1
 
 

@@ -39,7 +39,7 @@ class UnfinishedSums(Protocol):
     num_begun: int
 
     def discard(self, num_begun: int) -> None:
-        """Take part in the sums that other ranks have begun, of which there are at most ``num_begun``."""
+        """Take part in the sums that other ranks have begun, at most ``num_begun``."""
 
 
 class SumAgreement:

@@ -18,11 +18,11 @@ from reshard.planner.strategies.problem import PlanProblem
 from reshard.ragged import NO_RANK, distinct_values
 from reshard.topology import Host, Link, Topology
 
-#: Parts are used if their busiest port or uplink takes at most this factor of the time of the busiest one of the whole
-#: problem. An uplink passes whole sends, so its share is rounded down to a multiple of the rate of a port.
+#: Parts are used if the busiest port or uplink then takes at most this many times as long as in the whole problem. An
+#: uplink passes whole sends, so its share is rounded down to a multiple of the rate of a port.
 _MAX_LOSS = 1.01
-#: With at most this many pairs of a sending and a receiving port, ``multicast`` schedules a problem as a whole, which
-#: takes a second at most.
+#: Up to this number of pairs of a sending and a receiving port, ``multicast`` schedules a problem as a whole. This
+#: takes at most a second.
 MAX_TOGETHER = 10_000
 
 

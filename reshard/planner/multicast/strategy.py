@@ -24,15 +24,14 @@ from reshard.ragged import NO_RANK
 
 #: Largest size of a chunk that needs no packing. On fast links, latencies would dominate the time of smaller chunks.
 MAX_MULTICAST_CHUNK_BYTES = 32 * 2**20
-#: Value of :attr:`ChunkWorkload.max_lead` if one rank can serve its NIC alone: ranks that take turns wait for each
-#: other.
+#: Value of :attr:`ChunkWorkload.max_lead` if one rank can serve its NIC alone. Ranks in turns wait for each other.
 _UNLIMITED_LEAD = 2**20
 #: Rates that differ by less than this fraction count as equal. Transfers at equal rates end together.
 _RATE_TOLERANCE = 0.04
 #: Limit on scheduling steps, which take a few seconds. Above it, regions are broadcast in rotation.
 _MAX_STEPS = 2 * 10**9
-#: With more scheduling steps, chunks from one host to all others pass in a fixed pattern, which takes up to three slots
-#: more than the scheduler. A plan has hundreds of slots.
+#: Limit on the steps of the scheduler. Above it, chunks from one host to all others pass in a fixed pattern, which
+#: takes up to three slots more. A plan has hundreds of slots.
 _MAX_MATCHED = 5 * 10**7
 #: Limit on hosts, since the scheduler keeps a counter per pair of hosts. Above it regions are broadcast in rotation.
 _MAX_HOSTS = 8192

@@ -25,7 +25,8 @@ SMALL_BYTES = 2**16
 DIRECT_WINDOW = 4
 #: Messages of a schedule between hosts in flight per sender and receiver.
 WINDOW = 8
-#: Like ``WINDOW``, inside hosts. Concurrent sends of a rank share its links, so with more of them all arrive later.
+#: Like ``WINDOW``, inside hosts. Concurrent sends of a rank share its links. With more concurrent sends, all of them
+#: arrive later.
 INSIDE_WINDOW = 4
 TREE_WINDOW = 2
 MIN_STAGING_BYTES = 2**16

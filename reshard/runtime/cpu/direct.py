@@ -5,7 +5,7 @@ operations can start at once, and only their ends need a thread. Posting does no
 are posted in plan order, as in :mod:`reshard.runtime.cpu.executor`. So one end of a message may be posted here and the
 other end there.
 
-Gloo cannot say whether a message has arrived, except by a wait, which no signal interrupts. So
+Gloo shows the arrival of a message only by a wait, which no signal interrupts. So
 :meth:`DirectProgram.post` can mark the end of each receive buffer. Bytes arrive in order: once the mark is gone, a wait
 returns at once.
 """
@@ -27,10 +27,10 @@ from reshard.runtime.cpu.staging import view_as_bits
 from reshard.runtime.program import RankProgram, Recv, Send
 from reshard.runtime.transport import Transport, Work, wait_for
 
-#: Most bytes that a rank sends and receives in such a program. With a larger message, the copy to the socket would cost
-#: the calling thread more time than a second thread costs.
+#: Largest number of bytes that a rank sends and receives in such a program. With a larger message, the copy to the
+#: socket would cost the calling thread more time than a second thread costs.
 DIRECT_BYTES = 2**18
-#: Most messages of such a program in one direction.
+#: Largest number of messages of such a program in one direction.
 DIRECT_MESSAGES = 8
 
 

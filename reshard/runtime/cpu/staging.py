@@ -15,7 +15,7 @@ from reshard.runtime.byte_runs import box_runs, box_span, copy_runs
 from reshard.runtime.cpu.box_tables import BoxParts, split_box, tabulate_boxes
 from reshard.runtime.program import BoxRange, LocalBox, RankProgram, Recv, Send, Slices
 
-#: Most staging slots of one send queue, regardless of the windows in the plan.
+#: Largest number of staging slots of one send queue, regardless of the windows in the plan.
 MAX_WINDOW = 4
 #: At least this many boxes of a buffer are packed as byte runs in one call instead of box by box.
 MANY_BOXES = 4

@@ -17,8 +17,8 @@ from reshard.codecs.raw_bytes import DTYPE_NUMBERS, dtype_number, num_columns
 from reshard.errors import ArgumentError
 from reshard.runtime.array_bytes import flat_bytes
 
-#: Blocks of 32 values that a program of a kernel encodes, and its warps: each thread encodes 32 values, because fewer
-#: would spend more instructions on indices than on values.
+#: Blocks of 32 values that a program of a kernel encodes, and the number of its warps. Each thread encodes 32 values.
+#: With fewer, a thread would spend more instructions on indices than on values.
 BLOCKS_PER_PROGRAM, NUM_WARPS = 64, 2
 
 

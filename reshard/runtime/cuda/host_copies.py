@@ -1,7 +1,7 @@
 """Host copies of CUDA tensors, for transfers that run on the CPU only.
 
-They cost a copy of each source to the host and of each result to the device, memory of the host for both, and the
-transfer goes over Gloo. Copies are in pinned memory.
+Such a transfer copies each source to the host and each result to the device, takes pinned host memory for both, and
+goes over Gloo.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def is_copied(device_type: str, needs_cpu: bool) -> bool:
     """Whether a transfer between tensors on this type of device runs on copies in host memory.
 
     Args:
-        needs_cpu: an option of the transfer is for the CPU only.
+        needs_cpu: whether an option of the transfer is for the CPU only.
     """
     return needs_cpu and device_type in COPIED_DEVICE_TYPES
 

@@ -30,10 +30,11 @@ from reshard.runtime.cuda.nccl_library import (
     make_config,
 )
 
-#: How long an abort waits for a call of another thread to return before it aborts anyway.
+#: Time that an abort waits for a call of another thread to return before it aborts anyway.
 ABORT_WAIT_SECONDS = 0.5
-#: How long :meth:`Communicator.abort` and :meth:`Communicator.close` wait for NCCL. It frees device memory, which waits
-#: for all kernels of the device. It also waits until all CUDA graphs that captured the communicator are destroyed.
+#: Time that :meth:`Communicator.abort` and :meth:`Communicator.close` wait for NCCL. NCCL frees device memory, which
+#: waits for all kernels of the device. NCCL also waits until all CUDA graphs that captured the communicator are
+#: destroyed.
 ABORT_SECONDS, CLOSE_SECONDS = 2.0, 5.0
 #: Shortest wait of an abort or close, even after the shared deadline: earlier aborts may be waiting for this one.
 MIN_ABORT_WAIT_SECONDS = 0.1
@@ -42,11 +43,11 @@ SPIN_SECONDS = 0.0005
 
 #: ``(device address, bytes, rank at the other end)``.
 Message = tuple[int, int, int]
-#: Called now and then during a wait; raises an error if the wait is pointless.
+#: A function that a wait calls from time to time. It raises an error if the wait cannot succeed.
 Poll = Callable[[], None]
 
 
-#: When each abort under way began. They wait for each other, so they share the deadline of the first.
+#: Begin of each abort in progress. Aborts wait for each other, so they share the deadline of the first.
 _aborting: dict[Communicator, float] = {}
 call_in_child(_aborting.clear)
 

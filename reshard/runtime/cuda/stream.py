@@ -197,7 +197,7 @@ def current_stream_handle(device: torch.device) -> int:
 
 
 def _place(device: torch.device) -> torch.device | int:
-    """A device by its index, which torch finds faster."""
+    """A device by its index, because torch looks up an index faster."""
     return device if device.index is None else device.index
 
 

@@ -134,7 +134,7 @@ def find_broadcasts(plan: Plan, messages: MessageTable, moves: np.ndarray, room:
 
 
 def _assign_broadcasts(plan: Plan, regions: _Regions, room: int) -> np.ndarray:
-    """``(3, regions)``: the round of each region, its broadcast, and its part of that."""
+    """``(3, regions)``: the round of each region, its broadcast, and its part of the broadcast."""
     joinable = _are_in_one_piece(plan)[regions.tensor] & regions.is_direct
     has_rows = regions.starts.shape[1] > 0
     begin, end = (

@@ -30,7 +30,7 @@ from reshard.timeouts import run_with_timeout
 ERROR_POLL_INTERVAL_SECONDS = 0.2
 #: A tag that no transfer uses: transfer tags are round numbers.
 ABORT_TAG = 2**31 - 1
-#: How long to wait for the creation of a group after its own timeout has passed.
+#: Time to wait for the creation of a group after its own timeout has passed.
 GROUP_GRACE_SECONDS = 5.0
 #: File descriptors of a Gloo group besides its connections: two for the event loop, one to listen, one spare.
 GROUP_DESCRIPTORS = 4

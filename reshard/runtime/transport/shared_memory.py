@@ -31,7 +31,7 @@ MIN_SHARED_BYTES = 2**18 + 1
 SHARED_MEMORY_VARIABLE = "RESHARD_SHARED_MEMORY"
 #: Limit on the ranks of a host that share memory. Each maps the segments of all others.
 MAX_RANKS_OF_HOST = 128
-#: What each rank tells the others: two words with the name of its machine, then its process, a descriptor and a token.
+#: The announcement of a rank to the others: two words with the name of its machine, its process, a descriptor, a token.
 _NO_SEGMENT = (0, 0, 0, -1, 0)
 
 

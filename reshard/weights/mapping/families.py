@@ -28,7 +28,7 @@ _EXPERT = "{p}.experts.{e:d}."
 
 
 def _fuse_experts(parts: Sequence[str], target: str) -> tuple[Rule, ...]:
-    """Experts with a tensor for each number as one tensor; several parts of an expert are joined first."""
+    """Rules that join the tensors of experts to one tensor of all experts. Parts of an expert are joined first."""
     names = tuple(f"{_EXPERT}{part}.weight" for part in parts)
     if len(names) == 1:
         return (Stack(names[0], target),)
@@ -191,7 +191,7 @@ def original_llama(head_dim: int) -> tuple[Rule, ...]:
 def find_rules(
     given: Sequence[Rule] | None, shapes: Shapes, wanted: Shapes
 ) -> tuple[tuple[Rule, ...], dict[str, ComposedTensor]]:
-    """The rules between two models, and what they make of the tensors of the source.
+    """The rules between two models, and the tensors that they make from the tensors of the source.
 
     Args:
         given: rules of the user; None for those of the families that fit.

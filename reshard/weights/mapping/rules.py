@@ -45,7 +45,7 @@ class Rename(_Rule):
         return Rename(self.target, self.source)
 
     def apply(self, made: dict[str, ComposedTensor], wanted: Shapes) -> None:
-        """Replace tensors by what the rule makes of them; ``wanted`` has the shapes of the destination."""
+        """Replace tensors by the tensors that the rule makes of them. ``wanted`` has the shapes of the destination."""
         renamed = [(fill(self.target, filled), made.pop(name)) for name, filled in match_names(self.source, made)]
         for name, tensor in renamed:
             _put(made, name, tensor, self)

@@ -9,7 +9,7 @@ from reshard.coordination import describe_error, rebuild_error
 from reshard.errors import RemoteError, ReshardError
 from reshard.weights.membership.team import AGREE_SECONDS, Team
 
-#: What the first rank writes for an attempt that ends in a swap.
+#: The value that the first rank writes for an attempt that ends in a swap.
 SWAP = "swap"
 
 

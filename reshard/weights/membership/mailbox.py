@@ -1,7 +1,7 @@
 """Messages between processes that share nothing but a store.
 
-Each rank of a trainer or of an engine has a mailbox: numbered keys in the store. Anyone appends a message by writing
-the first number that is free, so no message is lost and none waits for another. The owner reads messages in order, and
+Each rank of a trainer or of an engine has a mailbox: numbered keys in the store. A sender appends a message by writing
+the first free number. So no message is lost, and no message waits for another. The owner reads messages in order, and
 marks each as read.
 """
 
@@ -21,7 +21,7 @@ from reshard.coordination.groups.store import LOST_STORE_SECONDS, Store
 
 #: A message that its owner has read. Its key stays, so that nobody writes the number again.
 _READ = "-"
-#: How long the owner waits for a message at a time. A message from the same process ends the wait.
+#: Time that the owner waits for a message at a time. A message from the same process ends the wait.
 _WAIT = datetime.timedelta(days=1)
 
 Message = dict[str, Any]

@@ -16,7 +16,7 @@ from reshard.errors import ArgumentError
 from reshard.weights.model.holdings import Value
 from reshard.weights.model.manifest import Manifest
 
-#: How long to wait for the store.
+#: Time to wait for the store.
 ROSTER_TIMEOUT_SECONDS = 30.0
 #: Key of the trainer that publishes the name.
 _PUBLISHER = "publisher"

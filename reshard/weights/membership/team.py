@@ -35,9 +35,9 @@ from reshard.threads import start_thread
 from reshard.weights.membership.mailbox import Mailbox, Message, Outbox
 from reshard.weights.membership.roster import Roster, ranks_store
 
-#: How long to wait for the other ranks of a team.
+#: Time to wait for the other ranks of a team.
 AGREE_SECONDS = 60.0
-#: How long closing waits for the thread.
+#: Time that closing waits for the thread.
 CLOSE_SECONDS = 5.0
 
 

@@ -40,7 +40,8 @@ class Manifest:
         values: what is not a tensor, by name.
         device: device type of the tensors; ``"cpu"`` unless all are elsewhere.
         rules: rules from the trainer's tensors to these; None for those of the families that fit.
-        takes_all: each rank takes every tensor of the trainer, whole; then ``entries`` is empty, see :meth:`resolve`.
+        takes_all: whether each rank takes every tensor of the trainer, whole. ``entries`` is then empty, see
+            :meth:`resolve`.
     """
 
     size: int

@@ -210,7 +210,7 @@ def _advise(target: Manifest, shapes: Shapes, wanted: Shapes, missing: Sequence[
 def _cut_to_views(piece: RegionPair, source: ManifestEntry, target: ManifestEntry) -> list[RegionPair]:
     """The piece, cut so that each rank's slices of it are evenly spaced in its memory.
 
-    Only pieces that take each n-th slice of tensors of which a rank joins several regions are cut.
+    A piece is cut only if it takes each n-th slice of a tensor, and a rank joins several regions of that tensor.
     """
     if all(indices.step == 1 for side in (piece.source, piece.target) for indices in side.region):
         return [piece]
@@ -237,7 +237,8 @@ def check_pieces(
 ) -> None:
     """Check that pieces use each element of the source tensors, and write each one of the destination once.
 
-    Rules that add elements may leave some of the destination out, and rules that drop elements, some of the source.
+    Rules that add elements may leave out elements of the destination. Rules that drop elements may leave out elements
+    of the source.
 
     Raises:
         ArgumentError: they do not; the text names the tensor.

@@ -40,8 +40,7 @@ class CodecCost:
         return encoded / self.encode_bytes_per_second + decoded / self.decode_bytes_per_second
 
     def all_reduce_seconds(self, place: StagePlace, nbytes: float) -> float:
-        """Seconds of a sum over all ranks of a place: raw inside hosts and encoded between them, or encoded on one
-        host.
+        """Seconds of an all-reduce over all ranks of a place, encoded between hosts, or among all ranks of one host.
 
         A rank encodes its part for each host, adds the parts that it receives, encodes the sum, and decodes all sums.
         """
@@ -91,7 +90,7 @@ class CodecCosts:
     """The codec of each kind of traffic inside stages, with its costs; None: raw.
 
     Attributes:
-        all_reduce: codec of the sums of gradients over replicas under DDP.
+        all_reduce: codec of the all-reduces of gradients over replicas under DDP.
         all_gather, reduce_scatter: codecs of the collectives of ZeRO 3 on parameters and gradients.
         panels: codec of the panels of matrix products on grids.
         is_optional: whether each layer may leave its traffic raw where that is faster. This holds while the search

@@ -98,7 +98,7 @@ class _GridStateCosts(NamedTuple):
 
     Attributes:
         all_gather_seconds: time of all-gathers of parameters, in each forward and in each backward.
-        sync_seconds: time of sums of gradients, once in a step.
+        sync_seconds: time of all-reduces of gradients, once in a step.
         is_encoded: whether all-gathers are encoded, so that computation does not hide them.
     """
 

@@ -24,7 +24,7 @@ from .tied_costs import TiedSum
 
 #: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
 MAX_ACTIONS = 1500
-#: Names of 1F1B with depths that hide the transfers, and with one microbatch more in each stage.
+#: Names of two variants of 1F1B: with depths that hide the transfers, and with one more microbatch in each stage.
 OVERLAPPING = ("overlapping_1f1b", "overlapping_1f1b_plus_1")
 
 

@@ -72,7 +72,7 @@ class LayerCost:
         activation_bytes: kept for each microbatch in flight.
         recompute_bytes: activations that the layer keeps in addition while the backward recomputes its forward.
         gathered_bytes: whole parameters, while ZeRO 3 has gathered them.
-        sync_seconds: the sum of the gradients, once per step.
+        sync_seconds: the all-reduce of the gradients, once per step.
         panel_bytes: panels of the largest product on a grid, while it runs.
         early_sync_seconds: the part of ``sync_seconds`` during which the rank may compute other stages.
     """
@@ -105,8 +105,8 @@ class StageCost:
     ``late_bytes`` are gradients that do not exist yet at the peak around the first backward of a step of
     ``num_microbatches``. ``received_bytes`` is the part of ``buffer_bytes`` for tensors that are received early,
     without gradients. Once in a step, after its own sums, a stage sums the gradients of parameters that it shares with
-    other stages. This takes ``tie_seconds``, and ``tie_bytes`` of a device in addition to its states. During
-    ``early_sync_seconds``, a part of ``sync_seconds``, the device may compute its other stages.
+    other stages. This takes ``tie_seconds``, and ``tie_bytes`` of a device in addition to its states.
+    ``early_sync_seconds`` is the part of ``sync_seconds`` in which the device may compute its other stages.
     """
 
     forward_seconds: float
@@ -160,8 +160,9 @@ class StageCost:
     def peak_parts(self, in_flight: int) -> tuple[float, float]:
         """Bytes of the states, and of the buffers of edges, at the peak of a device.
 
-        The peak is during the first backward, before all gradients exist, or with a later microbatch. The buffers hold
-        tensors of the following microbatches only, of which fewer may be left in the step than are received early.
+        The peak is during the first backward, before all gradients exist, or with a later microbatch. Buffers hold
+        tensors of the following microbatches only. Near the end of a step, few of them are left, so not all buffers are
+        full.
         """
         ahead = min(RECVS_AHEAD, self.num_microbatches)
         returned = self.buffer_bytes - self.received_bytes
@@ -194,7 +195,7 @@ def fixed_bytes_of(costs: Sequence[StageCost]) -> float:
 def slowest_of(costs: Sequence[LayerCost]) -> LayerCost:
     """The cost of a layer on devices of several types, which wait for each other: the maximum of each field.
 
-    A split backward defers what the slowest pass of input gradients leaves of the slowest whole backward.
+    A split backward defers the slowest whole backward minus the slowest pass of input gradients.
     """
     if len(costs) == 1:
         return costs[0]

@@ -72,13 +72,16 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int, int]:
-        """Numbers of microbatches, all ZeRO stages, and pipeline stages: of equally fast candidates, the least wins."""
+        """Sort key: number of microbatches, sum of ZeRO stages, number of pipeline stages.
+
+        Of equally fast candidates, the one with the smallest key wins.
+        """
         zero = sum(max(choice.zero for choice in stage.choices) for stage in self.stages)
         return self.num_microbatches, zero, len(self.stages)
 
 
 class SearchProblem:
-    """A search: what to train, where, and which choices are allowed. It remembers each cost that it has computed.
+    """The input of a search: the model, the devices and the allowed choices. Computed costs are kept.
 
     Attributes:
         prices: prices of edges between stages.

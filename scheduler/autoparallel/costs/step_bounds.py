@@ -22,7 +22,7 @@ def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
     """A lower bound, in seconds, on the step time of a candidate under any schedule, if edges take no time.
 
     Each stage waits for one forward of every stage before it, computes all microbatches, and then sums its gradients.
-    Of the stages of a pp rank, only that which ends last sums all of them after the last computation.
+    On a pp rank, only the stage that ends last sums all its gradients after the last computation.
     """
     costs, _ = problem.costs(candidate.stages, candidate.num_microbatches)
     return _bound(problem, candidate, costs, {})
@@ -69,8 +69,8 @@ def _bound(problem: SearchProblem, candidate: Candidate, costs: Sequence[StageCo
 
     Before a pp rank computes its microbatches, each stage before its first one computes a forward. Two things follow:
     the sum of its gradients, and in each of these stages a backward without its weight gradients. The same holds for
-    the transfers of an edge. If a pp rank has several stages, it may have made all early sums by then but those of its
-    last stage. None of its sums starts before a stage has computed all microbatches.
+    the transfers of an edge. A pp rank with several stages may have made its early sums by then, except those of its
+    last stage. No sum of a stage starts before the stage has computed all microbatches.
     """
     pp_ranks, count, is_sequential = candidate.pp_ranks, candidate.num_microbatches, problem.graph.is_sequential
     there, back, best = 0.0, 0.0, 0.0

@@ -15,7 +15,7 @@ from .layer_graph import Layer
 
 #: ``(rows, cols, depth)`` of a grid of :mod:`reshard.parallel`; empty: no grid.
 GridShape = tuple[int, ...]
-#: Most ranks of a layer of a grid, if it is larger than a host.
+#: Largest number of ranks of a layer of a grid, if it is larger than a host.
 MAX_GRID_RANKS = 16
 
 
@@ -199,9 +199,9 @@ class ChoiceRules:
         """The leaves of the decision tree of a stage: all choices for its layers, in a fixed order.
 
         Galvatron-BMW draws a tree for each pipeline degree, with a level for each paradigm. On hosts of equal devices
-        the order of the levels decides only which ranks are neighbours. Tensor parallelism always has the nearest ones
-        here, so that each set of degrees is one leaf. Replicas that keep and replicas that shard states are never mixed
-        in one layer, since sharding alone is as good.
+        the order of the levels decides only which ranks are neighbours. Here, tensor parallelism always takes the
+        nearest ranks, so each set of degrees is one leaf. All replicas of a layer keep states, or all shard them: a
+        mixture is no better than sharding alone.
         """
         choices = []
         for tp in _divisors(num_devices):

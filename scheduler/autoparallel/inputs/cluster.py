@@ -18,8 +18,8 @@ from reshard.topology import Topology, topology_to_json
 
 #: A cluster with less memory per device is refused: its unit is probably wrong.
 MIN_MEMORY_BYTES = 1 << 20
-#: If a cluster has at most this many choices of a number of devices on each host and an order of the hosts, all of them
-#: are parts.
+#: A choice is a number of devices on each host and an order of the hosts. If a cluster has at most this many choices,
+#: all are parts.
 MAX_COMBINATIONS = 50
 #: Rate inside hosts if the topology gives none.
 UNLIMITED_BYTES_PER_SECOND = 1e15
@@ -131,13 +131,13 @@ class Cluster:
 
     @check_arguments()
     def parts(self, speeds: Mapping[str, float] | None = None) -> list[tuple[int, ...]]:
-        """The ranks of parts of the cluster that may be faster than the whole, as their devices or links are faster.
+        """The ranks of parts of the cluster that may be faster than the whole: their devices or links are faster.
 
-        The parts are one device, some devices of a host, each host, the devices of each type on each host and on all
-        hosts, and the first hosts, both in the order of their rates and in the order of their speeds. If there are at
-        most :data:`MAX_COMBINATIONS` choices of a number of devices on each host and an order of the hosts, these and
-        the devices of each type on each host are the parts instead. The fastest devices of a host come first. Of equal
-        parts, only the first is listed.
+        Usually the parts are: one device, some devices of a host, each host, the devices of each type on each host and
+        on all hosts, and the first hosts by rate and by speed. A small cluster has at most :data:`MAX_COMBINATIONS`
+        choices of a number of devices on each host and an order of the hosts. Its parts are these choices, and the
+        devices of each type on each host. The fastest devices of a host come first. Of equal parts, only the first is
+        listed.
 
         Args:
             speeds: the speed of each type of device.

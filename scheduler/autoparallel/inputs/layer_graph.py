@@ -314,7 +314,7 @@ class LayerGraph:
     def between(self, first: int, cut: int, end: int) -> tuple[Tensor, ...]:
         """Tensors that a stage of layers ``first`` to ``cut - 1`` sends to one of layers ``cut`` to ``end - 1``.
 
-        A tensor that several stages read is passed on from each to the next, so the sender may be a reader.
+        A tensor that several stages read is passed on from one reader to the next. So the sender may be a reader.
         """
         if (first, cut, end) not in self._known_between:
             tensors = []

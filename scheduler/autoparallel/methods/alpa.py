@@ -46,7 +46,7 @@ def num_sums(problem: SearchProblem) -> int:
 
 
 def best_stages(tables: Tables) -> tuple[float, Stages]:
-    """Least sum of the times of all stages and m - 1 times that of the slowest one, with the stages."""
+    """The least value of the sum of the times of all stages plus m - 1 times the slowest time, with the stages."""
     max_stages = min(len(tables.problem.graph.layers), tables.problem.cluster.num_ranks)
     places = _Places(tables)
     # a stage holds at most all microbatches

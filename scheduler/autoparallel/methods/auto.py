@@ -35,19 +35,19 @@ METHODS: dict[str, Method] = {
     "alpa": alpa,
     "pure": pure,
 }
-#: Called with the part of the work that is done, from 0 to 1, and what is done next.
+#: A function that is called with the part of the work that is done, from 0 to 1, and the name of the next step.
 Report = Callable[[float, str], None]
-#: Part of the time of ``auto`` that each method took for 24 layers on 16 to 64 ranks, rounded.
+#: Share of each method in the time of ``auto``, for 24 layers on 16 to 64 ranks, rounded.
 TIME_SHARES = {"joint": 0.25, "bmw": 0.3, "galvatron": 0.08, "alpa": 0.35, "pure": 0.02}
 #: ``auto`` skips ``alpa`` if one pass of its dynamic program needs more additions than this.
 MAX_SUMS = 250_000_000
-#: Number of evaluated training plans that local moves improve, and limit on the computations that each simulates for
-#: them.
+#: ``NUM_IMPROVED``: evaluated training plans that local moves improve. ``MOVE_BUDGET``: computations that may be
+#: simulated for one of them.
 NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
 #: Number of the best training plans for which ``auto_schedule`` is tried at the end.
 NUM_THOROUGH = 2
-#: Number of the best training plans whose meshes interleaved candidates use, and of these candidates that are
-#: simulated.
+#: Two numbers: of the best training plans whose meshes interleaved candidates use, and of interleaved candidates that
+#: are simulated.
 NUM_INTERLEAVED, MAX_INTERLEAVED = 8, 24
 #: An interleaved candidate is improved by moves if it takes at most this many times as long as the best plan.
 NEAR_INTERLEAVED = 1.1

@@ -14,8 +14,8 @@ the stages before i.
 A recurrence over the stages, from the last one, finds the least value of all divisions of layers and devices. There,
 each stage has the least time of its choices, and the memory of one microbatch with all layers recomputed.
 
-With several stages on a mesh, the work of all layers takes at least its mean over all devices. So does the work with
-those gradient sums during which a device cannot compute other stages.
+With several stages on a mesh, a step takes at least the work of all layers divided by the number of devices. The same
+holds with gradient sums added during which a device cannot compute other stages.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class _Mesh:
 def interleaved(problem: SearchProblem, plain: Sequence[Candidate], limit_seconds: float) -> Iterator[Candidate]:
     """Candidates with several stages on each mesh. Of each placement, the shortest estimates come first.
 
-    The placements alternate, because estimates leave out edges, so that many stages look better than they are. The
+    The placements alternate: estimates leave out edges, so candidates with many stages look better than they are. The
     meshes are those of known candidates, and other sequences of two or three. For each number of microbatches, the cuts
     balance the seconds of the meshes.
 
@@ -199,7 +199,7 @@ def _placements(num: int, num_layers: int, limit: int) -> Iterator[tuple[int, ..
 def _estimate(cuts: Sequence[int], meshes: Sequence[_Mesh], placement: Sequence[int], count: int) -> float:
     """An estimate of the seconds of a step: the work of the busiest mesh, and filling and draining the pipeline.
 
-    The first stage of a mesh ends last, so that computation hides none of its sum of gradients.
+    The first stage of a mesh ends last. So no computation hides its sum of gradients.
     """
     busy, sync = [0.0] * len(meshes), [0.0] * len(meshes)
     for number, (first, end, r) in enumerate(zip(cuts, cuts[1:], placement, strict=False)):
@@ -263,7 +263,7 @@ def _finite(seconds: float) -> float:
 
 
 def _moved(cuts: tuple[int, ...], max_length: int) -> Iterator[tuple[int, ...]]:
-    """Cuts of which up to ``max_length`` neighbours move by a layer, so that two stages change by a layer."""
+    """Cuts after a move: up to ``max_length`` neighbouring cuts move by a layer, so two stages change by a layer."""
     for length, step in itertools.product(range(1, max_length + 1), (-1, 1)):
         for first in range(1, len(cuts) - length):
             end = first + length

@@ -52,9 +52,9 @@ class _Entry:
 def best_plans(problem: SearchProblem, below_seconds: float = math.inf) -> Iterator[Candidate]:
     """Plans of all bottleneck times and numbers of microbatches that are faster than a limit, by seconds in the model.
 
-    Edges start with prices that no plan beats. The planner prices the edges of the best plan, and that pace is searched
-    again, until the best plan has true prices only: then no other is better. Paces are searched in the order of their
-    bounds, so most never are.
+    Edges start with lower bounds of their prices. The planner computes the true prices of the edges of the best plan,
+    and the same bottleneck time is searched again. Once the best plan has true prices only, no other plan is better.
+    Bottleneck times are searched in the order of their bounds, so most are never searched.
     """
     tables: dict[int, Tables] = {}
     prices: dict[int, dict[int, tuple[float, float]]] = {}

@@ -1,4 +1,4 @@
-"""Local moves: what may be changed in a candidate."""
+"""Local moves: the changes of a candidate that are tried."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..inputs.stages import StagePlan, pp_ranks_of
 def neighbours(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
     """Candidates that differ by one move, in a fixed order.
 
-    Moves: a cut by one or two layers, another choice for all layers of a stage, one recomputed layer more or less,
-    another ZeRO or recomputation of all stages, two stages in one, and another number of microbatches.
+    Moves: move a cut by one or two layers; take another choice for all layers of a stage; recompute one layer more or
+    less; change ZeRO or recomputation in all stages; join two stages; take another number of microbatches.
     """
     stages, count = candidate.stages, candidate.num_microbatches
     others = (*_other_choices(problem, stages, count), *_all_alike(problem, stages))

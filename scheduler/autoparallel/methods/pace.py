@@ -35,7 +35,7 @@ from .range_bytes import RangeBytes, bytes_of_cuts
 
 #: Parts of a stage's layers that are recomputed, from its first layer on.
 RECOMPUTED_PARTS = (0.0, 0.5, 1.0)
-#: Fraction of its host's port that a stage may use if the stage at the other end of the host uses the port, too.
+#: Fraction of the port of its host that a stage may use if another stage of the host uses the port, too.
 SHARED_PORT = 0.5
 
 

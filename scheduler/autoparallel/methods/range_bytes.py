@@ -25,7 +25,7 @@ class RangeBytes:
 
     @classmethod
     def of(cls, graph: LayerGraph, cols: int) -> RangeBytes:
-        """As :meth:`LayerGraph.between` finds the tensors, and ``cut_sample_bytes`` counts them."""
+        """The bytes of all ranges; tensors as in :meth:`LayerGraph.between`, counts as in ``cut_sample_bytes``."""
         size = len(graph.layers) + 1
         received, sent, returned = (np.zeros((size, size)) for _ in range(3))
         first, end = np.arange(size)[:, None], np.arange(size)[None, :]

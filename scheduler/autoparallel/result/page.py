@@ -12,7 +12,7 @@ from .explain import explain_training_plan
 from .record import TrainingPlanRecord
 from .reports import StageReport
 
-#: Most stages that are drawn, and most characters of the text below.
+#: Largest number of stages that are drawn, and of characters of the text below.
 MAX_STAGES, MAX_TEXT = 128, 200_000
 _TIME = {"busy": "var(--src)", "waits for transfers": "var(--wait)"}
 _MEMORY = {

@@ -10,7 +10,7 @@ from typing import Any
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 
-#: What a value of each annotation must be, and the types that it may have.
+#: By annotation: the text of the rule for a value, and the types that it may have.
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
     "float": ("a finite number", (int, float)),
     "int": ("an integer", (int,)),

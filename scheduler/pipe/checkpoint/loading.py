@@ -97,8 +97,8 @@ class ReadRequest:
         known: keys of all entries of the checkpoint.
         tensors: ``(key, tensor to fill)``. A key may occur twice, such as that of a tied parameter.
         values: ``{key: value or whole tensor}`` of the entries that the caller restores.
-        reads: what fills the tensors.
-        restore: functions to call after that.
+        reads: reads that fill the tensors.
+        restore: functions to call after the reads.
     """
 
     def __init__(self, checkpoint: StoredCheckpoint | PickledCheckpoint) -> None:

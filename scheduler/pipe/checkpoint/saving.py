@@ -47,8 +47,8 @@ def check_saved(path: Any, state: TrainingState, keep: Any) -> Path:
 def save(path: Path, state: TrainingState, exchange: Exchange, keep: int) -> None:
     """Write a checkpoint in a folder at ``path``, and delete old ones. All ranks call this.
 
-    Each rank writes its shards, and the first of the ranks with a value or the least loaded of those with a replica
-    writes that. The first rank writes the index and the digests.
+    Each rank writes its own shards. If several ranks have a replica of a shard, the least loaded of them writes it. If
+    several have a value, the first of them writes it. The first rank also writes the index and the digests.
 
     Raises:
         ArgumentError: a value cannot be saved, before any file is written; or a file cannot be written.

@@ -98,8 +98,8 @@ class WritePlan:
 def plan_writes(outlines: Mapping[int, Any]) -> WritePlan:
     """Choose a rank for each box of each tensor, and for each value.
 
-    The first rank that has a value writes it. The rank with the fewest bytes so far, among those that have the box,
-    writes it.
+    The first rank that has a value writes the value. Of the ranks that have a box, the rank with the fewest bytes so
+    far writes the box.
 
     Raises:
         DisagreementError: ranks have different shapes or dtypes of a tensor, or their boxes are not the whole tensor.

@@ -14,7 +14,7 @@ from ...runtime import torch_compat
 
 #: Initializes the parameters and buffers that a module holds itself, as ``module.apply(init)`` would.
 Init = Callable[[torch.nn.Module], Any]
-#: Tensors on the meta device that were replaced, by id of the dict that held them and name there.
+#: Replaced tensors of the meta device. The key is the id of the dict that held the tensor, and its name there.
 Places = dict[tuple[int, str], torch.Tensor]
 
 
