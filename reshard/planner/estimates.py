@@ -44,6 +44,11 @@ class Floors:
         """Floor of every strategy: the bytes through the busiest port, and the messages of regions with one holder."""
         return self._add_start(max(self._port_seconds, self._single_holder_seconds, self._inside_seconds))
 
+    @property
+    def of_merged(self) -> float:
+        """Floor of every strategy, also of those that gather regions of several holders in one message."""
+        return self._add_start(max(self._port_seconds, self._inside_seconds))
+
     @cached_property
     def of_direct(self) -> float:
         """Floor of ``send_recv``, if all regions have a single holder; otherwise that of every strategy."""
