@@ -102,6 +102,8 @@ _MAX_REGIONS = {
 _MAX_SEARCH_WORK, _FEW_RANKS = 2**17, 64
 #: Limit on holders of all regions for strategies other than send_recv and multicast, which visit each holder.
 _MAX_HOLDINGS = 100_000
+#: Regions are gathered inside the sending hosts only if, otherwise, latencies are at least this fraction of the time.
+_MIN_LATENCY = 0.02
 #: Limit on receivers of all regions, padding included, for trying to gather regions inside the sending hosts.
 _MAX_COLLECTED = 4 * 10**6
 #: Limit on messages for trying the all-gathers.
@@ -149,6 +151,8 @@ class _Choice:
     def try_gathered(self) -> None:
         """Try to gather regions inside the sending hosts, which the floors of the other strategies do not count."""
         if self.seconds <= self.floors.of_merged * (1 + _GOOD_ENOUGH) or self.problem.receivers.size > _MAX_COLLECTED:
+            return
+        if self.floors.latency_of_classes < self.seconds * _MIN_LATENCY:
             return
         gathering = Gathering.find(self.problem)
         if gathering is None or Floors(gathering.collected).of_trees > self.seconds * (1 - _MARGIN):

@@ -66,7 +66,9 @@ class Gathering:
         itemsize = np.array([spec.itemsize for spec in problem.tensors], dtype=np.int64)[problem.tensor[tasks]]
         needs = np.concatenate([receivers, itemsize[:, None]], axis=1)
         homes = np.where(holders == NO_RANK, -1, host[holders])
-        home = _take_turns(homes, group_rows(np.concatenate([np.sort(homes, axis=1), needs], axis=1))[1])
+        home = homes[:, 0]
+        if homes.shape[1] > 1:
+            home = _take_turns(homes, group_rows(np.concatenate([np.sort(homes, axis=1), needs], axis=1))[1])
         is_local = homes == home[:, None]
         local = np.where(is_local, holders, NO_RANK)
         nth = _number_in(home, local.max(axis=1)) // _MAX_TOGETHER
@@ -254,36 +256,38 @@ class _Collector:
             entries ``brings[brings_at[i]:brings_at[i + 1]]`` of both bring the data of transfer i. None if a region has
             more parts than a rank has slots.
         """
-        transfers, staging_bytes = self._transfers, self._problem.staging_bytes
-        row_of = {pair: row for row, pair in enumerate(map(tuple, used.tolist()))}
-        part_at = np.searchsorted(part_used, np.arange(len(used) + 1)).tolist()
+        transfers, width = self._transfers, len(arrives)
+        slots = np.array([num_recv_slots(self._problem.staging_bytes, nbytes) for nbytes in arrives.tolist()])
+        slots -= _SLOTS_FOR_RELAYS * self._is_relay
+        part_at = np.searchsorted(part_used, np.arange(len(used) + 1))
+        num_parts, chosen = np.diff(part_at), np.flatnonzero(gathers)
+        if (num_parts > slots[used[:, 1]]).any():
+            return None
+        keys = transfers.region[chosen] * width + transfers.sender[chosen]
+        rows = np.searchsorted(used[:, 0] * width + used[:, 1], keys)
+        num_brought = np.zeros(len(transfers), dtype=np.int64)
+        num_brought[chosen] = num_parts[rows]
+        brings_at = np.concatenate([[0], np.cumsum(num_brought)])
+        if len(chosen) == len(used):  # a rank sends each region once, so it keeps none
+            parts = ranges(part_at[rows], num_parts[rows])
+            return np.repeat(chosen, num_parts[rows]), parts, brings_at, np.arange(len(parts))
+        first, room = part_at.tolist(), slots.tolist()
         staged: dict[int, dict[int, list[int]]] = {}  # rank -> row of used -> entries, oldest first
         before: list[int] = []
         part: list[int] = []
         brings: list[int] = []
-        num_brought = np.zeros(len(transfers), dtype=np.int64)
-        chosen = np.flatnonzero(gathers)
-        pairs = zip(transfers.region[chosen].tolist(), transfers.sender[chosen].tolist(), strict=True)
-        for transfer, (region, rank) in zip(chosen.tolist(), pairs, strict=True):
-            row, held = row_of[region, rank], staged.setdefault(rank, {})
+        for transfer, row, rank in zip(chosen.tolist(), rows.tolist(), used[rows, 1].tolist(), strict=True):
+            held = staged.setdefault(rank, {})
             if row not in held:
-                parts = range(part_at[row], part_at[row + 1])
-                slots = num_recv_slots(staging_bytes, int(arrives[rank])) - _SLOTS_FOR_RELAYS * self._is_relay[rank]
-                if len(parts) > slots:
-                    return None
-                while sum(map(len, held.values())) + len(parts) > slots:
+                parts = range(first[row], first[row + 1])
+                while sum(map(len, held.values())) + len(parts) > room[rank]:
                     del held[next(iter(held))]
                 held[row] = [len(part) + i for i in range(len(parts))]
                 part += parts
                 before += [transfer] * len(parts)
             brings += held[row]
-            num_brought[transfer] = len(held[row])
-        return (
-            np.array(before, dtype=np.int64),
-            np.array(part, dtype=np.int64),
-            np.concatenate([[0], np.cumsum(num_brought)]),
-            np.array(brings, dtype=np.int64),
-        )
+        entries = (np.array(values, dtype=np.int64) for values in (before, part, brings))
+        return next(entries), next(entries), brings_at, next(entries)
 
 
 def _number_within(group: np.ndarray) -> np.ndarray:
