@@ -67,7 +67,7 @@ def test_random_plans_are_valid_and_can_be_written():
     assert num_gathered >= 20
 
 
-@pytest.mark.parametrize("in_rounds", [False, True])
+@pytest.mark.parametrize("in_rounds", [False, True, "streams"])
 def test_every_element_arrives(in_rounds):
     for seed in range(40):
         src, dst, shape, topology = random_problem(seed)
