@@ -4,7 +4,8 @@ Each row is one plan, made in a new process: CPU seconds, peak memory, messages,
 the lower bound (above a million messages, the predicted time). ``--compare`` also makes and simulates the plans of
 other strategies, and the exit status is 1 if one of them is faster than ``auto`` by more than 0.5 %. ``--before``
 repeats each row with another version of the library. No data is moved. One tensor of the pairs is 8 GiB: 65536 x 65536
-bfloat16, on hosts of eight ranks with one NIC of 10 Gbit/s.
+bfloat16, on hosts of eight ranks with one NIC of 10 Gbit/s. Exponents of the growth of CPU time and memory are fitted
+for pairs that were planned for several numbers of ranks.
 """
 
 from __future__ import annotations
@@ -256,12 +257,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print one row per plan, and what beats ``auto``."""
+    """Print one row per plan, what beats ``auto``, and how time and memory of each pair grow with the ranks."""
     named = [*MODELS, *OTHERS] if options.cases == ["all"] else options.cases
     beaten, record = [], {}
+    planned: dict[str, list[tuple[int, float, float]]] = {}  # pair -> ranks, CPU seconds, MiB of each plan
     for case in [*(f"{name}/{ranks}" for ranks in options.ranks for name in options.pairs), *named]:
         record = run_one(sys.executable, case, "auto", options.limit, has_loads=options.picture is not None)
         print(f"{case:34} {_format(record)}", flush=True)
+        name, _, ranks = case.partition("/")
+        if name in PAIRS and "cpu" in record:
+            planned.setdefault(name, []).append((int(ranks), record["cpu"], record["mib"]))
         if options.before:
             before = run_one(options.before, case, "auto", options.limit)
             times = (
@@ -279,6 +284,13 @@ def run(options: argparse.Namespace) -> int:
         from microbench.planner.link_loads import draw_loads, from_json
 
         draw_loads(case, from_json(record["loads"]), record["bound"], record["seconds"], options.picture)
+    if len(options.ranks) > 1:
+        from microbench.planner.scaling import growth
+    for name, rows in planned.items():
+        if len(options.ranks) > 1 and len(rows) == len(options.ranks):
+            ranks, *figures = zip(*rows, strict=True)
+            time_growth, memory_growth = (growth(ranks, figure) for figure in figures)
+            print(f"{name:34} CPU time ~ ranks^{time_growth:.2f}, memory ~ ranks^{memory_growth:.2f}")
     if options.compare:
         print(f"{len(beaten)} plans of auto are slower by more than {MARGIN:.1%}: {'; '.join(beaten) or 'none'}")
     return int(bool(beaten))

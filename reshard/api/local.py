@@ -118,10 +118,13 @@ def _move(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dict[int, A
     for message in expand_messages(plan):
         for i, (tensor, start, stop) in enumerate(message.boxes):
             spec = plan.tensors[tensor]
-            if message.source is None:
+            source = None if message.source is None else message.source + i
+            if message.gathered:
+                source = message.gathered[i]
+            if source is None:
                 data = _view(spec.src_shards, message.sender, shards[tensor][message.sender], start, stop)
-            elif (message.source + i, message.sender) in staging:
-                data = staging[message.source + i, message.sender]
+            elif (source, message.sender) in staging:
+                data = staging[source, message.sender]
             else:
                 data = _view(spec.dst_shards, message.sender, out[tensor][message.sender], start, stop)
             assert data is not None, f"message {message.id}: the sender does not have it; see check_plan"

@@ -42,7 +42,7 @@ def encoded_makespan(
         np.array([0.0 if item is None else 1 / getattr(item, f"{what}_bytes_per_second") for item in rates])
         for what in ("encode", "decode")
     )
-    encoders = _EncodedRuns.of(plan, messages, "src", messages.source < 0, encode)
+    encoders = _EncodedRuns.of(plan, messages, "src", messages.source == -1, encode)
     decoders = _EncodedRuns.of(plan, messages, "dst", np.ones(len(messages), dtype=bool), decode)
     encoded = np.zeros(len(messages))
     encoded[encoders.message] = encoders.finish(np.arange(len(encoders.seconds)))[encoders.of_message]

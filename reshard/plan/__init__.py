@@ -33,10 +33,11 @@ from reshard.plan.port_loads import Load, describe_load, find_loads
 from reshard.plan.rotation_loads import RotationLoads
 from reshard.plan.rotation_plan import ROTATION, RotationPlan
 from reshard.plan.text_writer import format_plan
-from reshard.plan.transfers import Transfers
+from reshard.plan.transfers import GATHERED, Transfers
 
 __all__ = [
     "DEFAULT_STAGING_BYTES",
+    "GATHERED",
     "MAX_BOXES",
     "MAX_RECVS_AHEAD",
     "ROTATION",

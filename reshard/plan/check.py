@@ -12,6 +12,7 @@ from reshard.plan.check_boxes import MessageBoxes, SideOwners, boxes_of
 from reshard.plan.check_owners import Marks, add_by, describe_pieces
 from reshard.plan.check_staging import check_staging
 from reshard.plan.model import Plan, is_sound, mark_sound
+from reshard.plan.transfers import GATHERED
 from reshard.ragged import hash_rows
 from reshard.sharding import find_overlapping
 
@@ -102,7 +103,7 @@ def _check_form(plan: Plan) -> None:
     for name, count, first, end in (
         ("region", num, 0, num_regions),
         ("box_tensor", num_boxes, 0, len(plan.tensors)),
-        ("source", num, -1, num),
+        ("source", num, GATHERED, num),
         ("window", num, 1, 2**62),
         ("receiver", len(transfers.sender), 0, 2**62),
     ):
@@ -289,7 +290,10 @@ class _PlanReplay:
         num_boxes = self._plan.transfers.num_boxes[messages.transfer]
         bad[fed] = (
             unlike
-            | (num_boxes[boxes.message[fed]] != num_boxes[boxes.message[source]])
+            | (
+                (num_boxes[boxes.message[fed]] != num_boxes[boxes.message[source]])
+                & (messages.source[boxes.message[fed]] != GATHERED)
+            )
             | (boxes.receiver[source] != boxes.sender[fed])
             | (boxes.sender[source] == boxes.receiver[source])
             | (self._replaced_at[source] < fed)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.plan.check_owners import Owners
-from reshard.plan.messages import MessageTable, cut_chunks, name_box, tabulate_messages
+from reshard.plan.messages import MessageTable, cut_chunks, find_gathered_boxes, name_box, tabulate_messages
 from reshard.plan.model import Plan
+from reshard.plan.transfers import GATHERED
 from reshard.sharding import Shards, format_box
 
 
@@ -58,6 +59,10 @@ class MessageBoxes:
         # If the source has fewer boxes, take its last one here; the checker reports such a source later.
         last = num_boxes[source[fed]] - 1
         source[fed] = messages.id[source[fed]] + np.minimum(within[fed], last)
+        gathered = messages.source[message] == GATHERED
+        if gathered.any():
+            chosen = messages.transfer[messages.source == GATHERED]
+            source[gathered] = find_gathered_boxes(transfers, chosen)
         return cls(
             plan=plan,
             messages=messages,

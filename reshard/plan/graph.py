@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard.plan.transfers import Transfers
+from reshard.plan.transfers import GATHERED, Transfers
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -44,7 +44,8 @@ def build_hop_graph(transfers: Transfers, message_bytes: np.ndarray, host: np.nd
                 graph.add_edge(brought[sender], final, reason="data")
             for earlier in after:
                 if earlier != source and (hop := last[earlier]) is not None:
-                    graph.add_edge(hop, final, reason="order")
+                    is_data = source == GATHERED and hop[2] == sender
+                    graph.add_edge(hop, final, reason="data" if is_data else "order")
             brought[receiver] = final
         last.append(final)
     return graph

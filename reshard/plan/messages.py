@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from reshard.plan.model import Plan
 from reshard.plan.rotation_plan import INSIDE_WINDOW, RotationPlan
-from reshard.plan.transfers import Transfers
+from reshard.plan.transfers import GATHERED, Transfers
 from reshard.ragged import ranges
 
 
@@ -25,10 +26,12 @@ class MessageTable:
         transfer, chunk: index of the transfer, and of the chunk of its region, that the message moves.
         sender, receiver: ranks, equal for a local copy.
         nbytes: size in bytes.
-        source: row of the message that brings the data to the sender, -1 if the sender holds the data.
+        source: row of the message that brings the data to the sender, -1 if the sender holds the data, ``GATHERED`` if
+            several messages bring it; see ``gathered``.
         after_at, after: ``(messages + 1,)`` and rows: message ``i`` starts after the messages in rows
             ``after[after_at[i]:after_at[i + 1]]`` have finished.
         window: limit on unfinished messages of the sender, this one included.
+        gathered: ``(pairs, 2)`` the row of each gathered message with that of each message that brings boxes of it.
     """
 
     id: np.ndarray
@@ -41,9 +44,16 @@ class MessageTable:
     after_at: np.ndarray
     after: np.ndarray
     window: np.ndarray
+    gathered: np.ndarray
 
     def __len__(self) -> int:
         return len(self.id)
+
+    @cached_property
+    def brings(self) -> tuple[np.ndarray, np.ndarray]:
+        """``(later, earlier)``: the rows of each message and of each message that brings some of its data."""
+        fed = np.flatnonzero(self.source >= 0)
+        return np.concatenate([fed, self.gathered[:, 0]]), np.concatenate([self.source[fed], self.gathered[:, 1]])
 
 
 def tabulate_messages(plan: Plan) -> MessageTable:
@@ -66,6 +76,7 @@ def tabulate_messages(plan: Plan) -> MessageTable:
     if len(transfers.after):
         outer = transfers.source[transfer]
         source = np.where((source < 0) & (outer >= 0), first_row[outer], source)
+        source[outer == GATHERED] = GATHERED
         num_after = np.diff(transfers.after_at)[transfer]
         within_tree = np.flatnonzero(parent_edge >= 0)
         later = np.concatenate([np.repeat(np.arange(len(transfer)), num_after), within_tree])
@@ -86,6 +97,7 @@ def tabulate_messages(plan: Plan) -> MessageTable:
         after_at=after_at,
         after=after,
         window=transfers.window[transfer],
+        gathered=first_row[transfers.gathered],
     )
 
 
@@ -104,6 +116,7 @@ def _tabulate_single_messages(plan: Plan) -> MessageTable:
         after_at=transfers.after_at,
         after=transfers.after,
         window=transfers.window,
+        gathered=transfers.gathered,
     )
 
 
@@ -139,6 +152,35 @@ def _parent_edges(plan: Plan) -> np.ndarray:
     known = (at >= 0) & (key // len(sender) == wanted)
     parents[unresolved[known]] = position[key[known] % len(sender)]
     return parents
+
+
+def find_gathered_boxes(transfers: Transfers, chosen: np.ndarray) -> np.ndarray:
+    """The id of the box that brings each box of gathered transfers to their sender; -1 if the sender holds the box.
+
+    Args:
+        chosen: ``(n,)`` gathered transfers.
+
+    Returns:
+        ``(boxes,)`` ids, for all boxes of the first transfer, then of the next one.
+    """
+    pairs = transfers.gathered
+    pairs = pairs[np.isin(pairs[:, 0], chosen)]
+
+    def boxes_of(owner: np.ndarray, transfer: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Rows ``(owner, tensor, start, stop)`` of all boxes of the transfers, and the ids of the boxes."""
+        count = transfers.num_boxes[transfer]
+        box = ranges(transfers.first_box[transfer], count)
+        columns = np.repeat(owner, count)[:, None], transfers.box_tensor[box, None]
+        rows = np.concatenate([*columns, transfers.box_start[box], transfers.box_stop[box]], axis=1)
+        return rows, ranges(transfers.first_message[transfer], count)
+
+    wanted = boxes_of(chosen, chosen)[0]
+    brought, ids = boxes_of(pairs[:, 0], pairs[:, 1])
+    _, number = np.unique(np.concatenate([brought, wanted]), axis=0, return_inverse=True)
+    number = number.reshape(-1)  # NumPy 2.0 gives it another shape
+    brought_by = np.full(int(number.max(initial=-1)) + 1, -1, dtype=np.int64)
+    brought_by[number[: len(ids)]] = ids
+    return brought_by[number[len(ids) :]]
 
 
 def cut_chunks(
@@ -179,9 +221,11 @@ class Message:
         transfer, chunk: index of the transfer, and of the chunk of its region, that the message moves.
         sender, receiver: ranks, equal for a local copy.
         boxes: ``(tensor, start, stop)`` of each box: index of the tensor, and bounds in elements of that tensor.
-        source: id of the message that brings the same boxes to the sender, None if the sender holds them.
+        source: id of the message that brings the same boxes to the sender; None if the sender holds or gathers them.
         after: other messages that must have finished before this one starts, each given by the id of its last box.
         window: limit on unfinished messages of the sender, this one included.
+        gathered: of a gathered message, the id of the box that brings each of its boxes to the sender, None for a box
+            that the sender holds. Otherwise empty.
     """
 
     id: int
@@ -193,6 +237,7 @@ class Message:
     source: int | None
     after: tuple[int, ...]
     window: int
+    gathered: tuple[int | None, ...] = ()
 
 
 def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
@@ -211,6 +256,7 @@ def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
     else:
         mine = (transfers.sender == rank) | (transfers.receiver == rank)
         chosen = np.unique(transfers.transfer_of_edge[mine]).tolist()
+    gathered = _list_gathered(transfers, rank)
     for transfer in chosen:
         edges = transfers.edges_of(transfer)
         brought_by: dict[int, int] = {}
@@ -251,7 +297,22 @@ def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
                     source=source if parent is None else at + parent * num_boxes,
                     after=after,
                     window=window,
+                    gathered=gathered.get(transfer, ()),
                 )
+
+
+def _list_gathered(transfers: Transfers, rank: int | None) -> dict[int, tuple[int | None, ...]]:
+    """:attr:`Message.gathered` of all gathered transfers, or of those that one rank sends."""
+    chosen = np.flatnonzero(transfers.source == GATHERED)
+    if rank is not None:
+        chosen = chosen[transfers.sender[transfers.edge_at[chosen]] == rank]
+    if not len(chosen):
+        return {}
+    ids = [None if ident < 0 else ident for ident in find_gathered_boxes(transfers, chosen).tolist()]
+    ends = np.cumsum(transfers.num_boxes[chosen]).tolist()
+    return {
+        transfer: tuple(ids[begin:end]) for transfer, begin, end in zip(chosen.tolist(), [0, *ends], ends, strict=False)
+    }
 
 
 def _expand_rotation(plan: RotationPlan, rank: int) -> Iterator[Message]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from reshard.plan.model import Plan
 from reshard.plan.rotation_plan import RotationPlan
+from reshard.plan.transfers import GATHERED
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +64,9 @@ def find_waits(plan: Plan, rank: int | None = None) -> Waits:
         chosen = np.flatnonzero(is_own[later] | is_own[earlier])
         later, earlier = later[chosen], earlier[chosen]
     order = earlier != transfers.source[later]  # the sender waits for its data in any case
+    order &= (transfers.source[later] != GATHERED) | (
+        transfers.receiver[transfers.edge_at[earlier]] != transfers.sender[transfers.edge_at[later]]
+    )
     later, earlier = later[order], earlier[order]
     first = transfers.edge_at[:-1]
     host = plan.topology.host_by_rank

@@ -15,7 +15,7 @@ from reshard.errors import PlanError, ReshardError
 from reshard.plan.model import Plan
 from reshard.plan.rotation_plan import ROTATION, RotationPlan
 from reshard.plan.text_writer import LATENCIES
-from reshard.plan.transfers import Transfers
+from reshard.plan.transfers import GATHERED, Transfers
 from reshard.sharding import (
     AnyLayout,
     Box,
@@ -42,7 +42,8 @@ _TENSOR = re.compile(
     rf"tensor ({_INT}) ([\w-]+) (\[[0-9, ]*\])(?: of (\w+) (\[[0-9, ]*\]))?(?: named (\"(?:[^\"\\]|\\.)*\"))? from (.*)"
 )
 _TRANSFER = re.compile(
-    rf"({_INT}): (t.*?\]) ([0-9 ,>-]+) splits ([0-9x]+) window ({_INT})(?: from ({_INT}))?(?: after ([0-9,]+))?"
+    rf"({_INT}): (t.*?\]) ([0-9 ,>-]+) splits ([0-9x]+) window ({_INT})"
+    r"(?: (gathered )?from ([0-9,]+))?(?: after ([0-9,]+))?"
 )
 _CLOSED = re.compile(rf"closed form of ({_INT}) messages")
 _BOX = re.compile(rf"t({_INT}) \[([0-9:, ]*)\]")
@@ -168,6 +169,7 @@ class TransferRow:
         splits: number of chunks along each dim.
         window: number of unfinished messages that the sender may have.
         source, after: ids of the first messages of the transfers that bring the data, and that must finish before.
+        gathered: ids of the first messages of the transfers that each bring some of the data, in place of ``source``.
     """
 
     def __init__(
@@ -179,10 +181,16 @@ class TransferRow:
         window: int,
         source: int | None = None,
         after: Sequence[int] = (),
+        gathered: Sequence[int] = (),
     ) -> None:
         self.first_message, self.boxes, self.edges = first_message, boxes, edges
         self.splits, self.window = splits, window
-        self.source, self.after = source, after
+        self.source, self.after, self.gathered = source, after, gathered
+
+    @property
+    def sources(self) -> Sequence[int]:
+        """Ids of the first messages of all transfers that bring data."""
+        return self.gathered if self.source is None else [self.source]
 
 
 def _parse_transfer(match: re.Match[str], tensors: Sequence[TensorSpec]) -> TransferRow:
@@ -212,9 +220,12 @@ def _parse_transfer(match: re.Match[str], tensors: Sequence[TensorSpec]) -> Tran
             raise PlanError(f"path {path.strip()!r} has no receiver")
         edges.extend(itertools.pairwise(ranks))
     splits = [int(split) for split in match[4].split("x")]
-    source = None if match[6] is None else int(match[6])
-    after = [int(ident) for ident in match[7].split(",")] if match[7] else []
-    return TransferRow(int(match[1]), boxes, edges, splits, int(match[5]), source, after)
+    sources, after = ([int(ident) for ident in ids.split(",")] if ids else [] for ids in (match[7], match[8]))
+    gathered = sources if match[6] else []
+    if len(sources) > 1 and not gathered:
+        raise PlanError(f"from {match[7][:80]}: only a gathered message comes from several")
+    source = sources[0] if sources and not gathered else None
+    return TransferRow(int(match[1]), boxes, edges, splits, int(match[5]), source, after, gathered)
 
 
 def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
@@ -245,7 +256,7 @@ def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
     row_of_message: dict[int, int] = {}
     after = []
     for i, row in enumerate(rows):
-        named = [*([] if row.source is None else [row.source]), *row.after]
+        named = [*row.sources, *row.after]
         for ident in named:
             if ident not in row_of_message:
                 raise PlanError(f"message {ident} is not the first of a transfer before message {row.first_message}")
@@ -263,7 +274,10 @@ def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
         window=np.array([row.window for row in rows], dtype=np.int64),
         after_at=np.cumsum([0] + [len(row) for row in after]),
         after=np.array([i for row in after for i in row], dtype=np.int64),
-        source=np.array([-1 if row.source is None else row_of_message[row.source] for row in rows], dtype=np.int64),
+        source=np.array(
+            [GATHERED if row.gathered else row_of_message[row.sources[0]] if row.sources else -1 for row in rows],
+            dtype=np.int64,
+        ),
     )
 
 

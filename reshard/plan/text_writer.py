@@ -15,7 +15,8 @@ The line of a transfer holds the id of its first message, its boxes, its tree, a
 
 - ``splits``: the number of chunks along each dim
 - ``window``: the number of unfinished messages that its sender may have
-- ``from 12`` (optional): the message that brings the data to the first sender
+- ``from 12`` (optional): the message that brings the data to the first sender; or ``gathered from 12,14``: the messages
+  that bring boxes of it there, while the sender holds the other boxes
 - ``after 7,9`` (optional): other messages that must finish before the transfer starts
 
 The tree lists its edges in order. Consecutive edges that form a path are written as a chain: ``0 -> 2 -> 3, 2 -> 4``.
@@ -31,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.plan.transfers import Transfers
+from reshard.plan.transfers import GATHERED, Transfers
 from reshard.sharding import TensorSpec, format_box
 from reshard.topology import Topology, topology_to_json
 
@@ -96,8 +97,13 @@ def _format_dependencies(transfers: Transfers, transfer: int) -> str:
     if not len(after):
         return ""
     source = int(transfers.source[transfer])
-    text = f" from {transfers.first_message[source]}" if source >= 0 else ""
-    others = transfers.first_message[after[after != source]].tolist()
+    brings = after == source
+    if source == GATHERED:
+        sender = transfers.sender[transfers.edge_at[transfer]]
+        brings = transfers.receiver[transfers.edge_at[after]] == sender
+    sources, others = (transfers.first_message[after[chosen]].tolist() for chosen in (brings, ~brings))
+    text = f" from {','.join(map(str, sources))}" if sources else ""
+    text = f" gathered{text}" if source == GATHERED else text
     return text + (f" after {','.join(map(str, others))}" if others else "")
 
 

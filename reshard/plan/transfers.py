@@ -9,6 +9,10 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import PlanError
+from reshard.ragged import ranges
+
+#: In place of a source: the data of a transfer comes from all transfers in its ``after`` that end at its sender.
+GATHERED = -2
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +35,13 @@ class Transfers:
         window: ``(transfers,)`` limit on the unfinished messages of a sender when it starts one of these, included.
         after_at, after: transfer i starts after transfers ``after[after_at[i]:after_at[i + 1]]`` have finished.
         source: ``(transfers,)`` the transfer in ``after`` that brings the data to the first sender, -1 if the sender
-            holds it.
+            holds it. ``GATHERED`` for a single message whose sender gathers it: all transfers in ``after`` that end at
+            the sender bring boxes of it, and the sender holds the others.
         region: ``(transfers,)``; omitted, each transfer has its own region.
 
     Raises:
-        PlanError: a transfer starts after one that is not earlier or has several messages, or its source is not in its
-            ``after``.
+        PlanError: a transfer starts after one that is not earlier or has several messages, its source is not in its
+            ``after``, or it is gathered and has several messages.
     """
 
     box_at: np.ndarray
@@ -63,7 +68,7 @@ class Transfers:
             array = np.array(getattr(self, name), dtype=np.int64, order="C")
             array.setflags(write=False)
             object.__setattr__(self, name, array)
-        if len(self.after) or (self.source >= 0).any():
+        if len(self.after) or (self.source != -1).any():
             self._check_after()
 
     @classmethod
@@ -100,6 +105,12 @@ class Transfers:
         if not named[fed].all():
             lost = fed[~named[fed]][0]
             raise PlanError(f"transfer {lost} gets data from transfer {self.source[lost]}, but does not come after it")
+        gathered = self.source == GATHERED
+        if (gathered & ~single).any():
+            raise PlanError(f"transfer {(gathered & ~single).argmax()} is gathered, so it must be a single message")
+        gathered[self.gathered[:, 0]] = False
+        if gathered.any():
+            raise PlanError(f"transfer {gathered.argmax()} is gathered, but comes after no transfer to its sender")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # through the constructor, which checks unpickled arrays and makes them read-only
@@ -122,6 +133,15 @@ class Transfers:
     def num_chunks(self) -> np.ndarray:
         """``(transfers,)`` number of chunks of each transfer."""
         return self.splits.prod(axis=1, dtype=np.int64)
+
+    @cached_property
+    def gathered(self) -> np.ndarray:
+        """``(pairs, 2)`` each gathered transfer with each transfer that brings boxes of it, in order."""
+        chosen = np.flatnonzero(self.source == GATHERED)
+        count = np.diff(self.after_at)[chosen]
+        later, earlier = np.repeat(chosen, count), self.after[ranges(self.after_at[chosen], count)]
+        ends = self.receiver[self.edge_at[earlier]] == self.sender[self.edge_at[later]]
+        return np.stack([later[ends], earlier[ends]], axis=1)
 
     @cached_property
     def first_message(self) -> np.ndarray:

@@ -12,6 +12,7 @@ from reshard.cost import predict_makespan
 from reshard.plan import Plan, Transfers
 from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.multicast.classes import Pieces
+from reshard.planner.multicast.gathering import Gathering
 from reshard.planner.multicast.parts import split_by_ports
 from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.strategy import (
@@ -105,6 +106,10 @@ _MAX_REGIONS = {
 _MAX_SEARCH_WORK, _FEW_RANKS = 2**17, 64
 #: Limit on holders over all regions, for strategies other than send_recv and multicast. They visit each holder.
 _MAX_HOLDINGS = 100_000
+#: Regions are gathered inside the sending hosts only if, otherwise, latencies are at least this fraction of the time.
+_MIN_LATENCY = 0.02
+#: Limit on receivers of all regions, padding included, for trying to gather regions inside the sending hosts.
+_MAX_COLLECTED = 4 * 10**6
 #: Limit on messages for trying the all-gathers.
 _MAX_GATHERED = 20_000
 
@@ -143,8 +148,23 @@ class _Choice:
                 break
             if floor <= self.seconds * (1 - _MARGIN) and not self.is_ruled_out(name):
                 self.compare(name, *self.plan(name))
+        self.try_gathered()
         assert self.best is not None
         return _NAMES.get(self.name, self.name), self.best
+
+    def try_gathered(self) -> None:
+        """Try to gather regions inside the sending hosts, which the floors of the other strategies do not count."""
+        if self.seconds <= self.floors.of_merged * (1 + _GOOD_ENOUGH) or self.problem.receivers.size > _MAX_COLLECTED:
+            return
+        if self.floors.latency_of_classes < self.seconds * _MIN_LATENCY:
+            return
+        gathering = Gathering.find(self.problem)
+        if gathering is None or Floors(gathering.collected).of_trees > self.seconds * (1 - _MARGIN):
+            return
+        transfers = gathering.plan()
+        if transfers is not None:
+            transfers = routes_to_transfers(self.problem, transfers)
+            self.compare("gathered_multicast", floor_of_transfers(self.problem, transfers), transfers)
 
     def multicast_beats_direct(self) -> bool:
         """Whether multicast is sure to be faster than send_recv. If so, send_recv is not planned."""

@@ -44,6 +44,22 @@ class Floors:
         """Lower bound of all strategies: bytes through the busiest port, and messages of regions with one holder."""
         return self._add_start(max(self._port_seconds, self._single_holder_seconds, self._inside_seconds))
 
+    @property
+    def of_merged(self) -> float:
+        """Floor of every strategy, also of those that gather regions of several holders in one message."""
+        return self._add_start(max(self._port_seconds, self._inside_seconds))
+
+    @property
+    def latency_of_classes(self) -> float:
+        """Latencies at the busiest host if holders send each class once to each host that lacks it. No floor."""
+        topology, host_classes = self.problem.topology, self.host_classes
+        (at, holders), arrivals = host_classes.holders, np.diff(host_classes.destinations[0])
+        num_holders = np.diff(at)
+        num_classes = np.bincount(host_classes.host_class, minlength=len(arrivals))
+        messages = np.bincount(holders, weights=np.repeat(num_classes * arrivals / num_holders, num_holders))
+        num_nics = np.array([len(topology.host(h).nics) for h in range(len(messages))])
+        return float((messages / num_nics).max(initial=0.0)) * topology.latency_seconds
+
     @cached_property
     def of_direct(self) -> float:
         """Lower bound of ``send_recv``, if all regions have a single holder; otherwise that of every strategy."""

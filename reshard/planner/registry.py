@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from reshard.errors import ArgumentError
 from reshard.formatting import did_you_mean
+from reshard.planner.multicast.gathering import gathered_multicast
 from reshard.planner.multicast.strategy import multicast
 from reshard.planner.strategies.branch_and_bound import broadcast_search
 from reshard.planner.strategies.broadcast import broadcast_greedy, broadcast_naive, broadcast_size
@@ -26,6 +27,7 @@ STRATEGIES: dict[str, Strategy] = {
     "broadcast_greedy": broadcast_greedy,
     "broadcast_search": broadcast_search,
     "multicast": multicast,
+    "gathered_multicast": gathered_multicast,
 }
 
 #: Other names of strategies: the broadcast with the best order.

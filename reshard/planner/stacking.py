@@ -128,5 +128,5 @@ def _split_chunks(transfers: Transfers) -> Transfers:
         window=transfers.window[of],
         after_at=np.concatenate([[0], np.cumsum(num_after)]),
         after=new_index[after],
-        source=np.where(source < 0, -1, new_index[source]),
+        source=np.where(source < 0, source, new_index[source]),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from reshard.arguments import check_arguments
 from reshard.codecs import Codec, TransferPolicy, find_codec, parse_codec
-from reshard.cost import encoded_makespan, find_bound, simulate
+from reshard.cost import encoded_makespan, find_bound, predict_makespan, simulate
 from reshard.errors import ArgumentError
 from reshard.formatting import brief, count_of
 from reshard.plan import Plan
@@ -48,7 +48,10 @@ class Prediction:
 def predict(
     plan: Plan, rate: CodecRate | Sequence[CodecRate | None] | None = None, *, encodes_first: bool = False
 ) -> Prediction:
-    """Predict the time of a plan, including its coding, by simulation.
+    """Predict the time of a plan, including its coding.
+
+    It is simulated. Without coding, a plan that is too large gets the estimate of
+    :func:`reshard.cost.predict_makespan`.
 
     Args:
         plan: the plan.
@@ -57,7 +60,7 @@ def predict(
     """
     bound = find_bound(plan).seconds
     if rate is None:
-        return Prediction(None, simulate(plan).makespan_seconds, bound)
+        return Prediction(None, predict_makespan(plan).seconds, bound)
     codec = rate.codec if isinstance(rate, CodecRate) else MIXED
     return Prediction(codec, encoded_makespan(plan, rate, encodes_first=encodes_first), bound)
 
@@ -145,7 +148,8 @@ def _choose(
     options: Sequence[_Option], plan: Callable[[Sequence[TensorSpec]], Plan], encodes_first: bool
 ) -> tuple[list[int], str]:
     """The option of each tensor with the lowest predicted time, and the text that says why. The first option is raw."""
-    plain = predict(plan(options[0][1]))
+    raw = plan(options[0][1])  # simulated like the others, however large it is
+    plain = Prediction(None, simulate(raw).makespan_seconds, find_bound(raw).seconds)
     predicted = [predict(plan(specs), rate, encodes_first=encodes_first) for rate, specs in options[1:]]
     best = min(range(len(predicted)), key=lambda number: predicted[number].seconds)
     is_encoded = predicted[best].seconds < MIN_GAIN * plain.seconds

@@ -62,6 +62,21 @@ class BoxRange:
     bytes: slice
 
 
+@dataclass(frozen=True)
+class Gathered:
+    """Where a box of a gathered message comes from.
+
+    Attributes:
+        recv: index of the receive that brings it.
+        bytes: its range of bytes in that message.
+        is_staged: whether the rank only stages it. Otherwise it is in the rank's destination array.
+    """
+
+    recv: int
+    bytes: slice
+    is_staged: bool
+
+
 #: A finished message: ``(message id, True)`` at its sender, ``(message id, False)`` at its receiver.
 Event = tuple[int, bool]
 
@@ -102,9 +117,11 @@ class Send:
 
     Attributes:
         parts: its buffers, the same at both ends.
-        forwards: index of the receive that brings the data; None if the rank holds it in its source array.
+        forwards: index of the receive that brings the data; None if the rank holds it in its source array, or gathers
+            it.
         window: it is posted only while fewer sends of its queue than this are under way.
         waits: events that must happen before it is posted.
+        gathers: of a gathered message, where each box comes from; None for a box in the rank's source array.
     """
 
     id: int
@@ -114,11 +131,19 @@ class Send:
     forwards: int | None
     window: int
     waits: tuple[Event, ...] = ()
+    gathers: tuple[Gathered | None, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all boxes."""
         return self.parts[-1].bytes.stop
+
+    @property
+    def last_source(self) -> int:
+        """Index of the last receive that brings some of the data; -1 if the rank holds all of it."""
+        if not self.gathers:
+            return -1 if self.forwards is None else self.forwards
+        return max((source.recv for source in self.gathers if source is not None), default=-1)
 
 
 @dataclass(frozen=True)
@@ -177,9 +202,18 @@ class _Builder:
         self._queues: tuple[list[Send], list[Send]] = ([], [])
         self._received: dict[int, tuple[int, Message]] = {}  # message id -> index of the receive, and the message
         self._num_forwards: dict[int, int] = {}
-        for message in self.messages:
-            if message.sender == rank and message.source is not None:
-                self._num_forwards[message.source] = self._num_forwards.get(message.source, 0) + 1
+        sent = [message for message in self.messages if message.sender == rank]
+        brings = {ident for message in sent for ident in message.gathered if ident is not None}
+        self._brought: dict[int, tuple[int, int]] = {}  # id of a gathered box -> its message, and its place there
+        for message in self.messages if brings else ():
+            if message.receiver == rank != message.sender:
+                ids = range(message.id, message.id + len(message.boxes))
+                self._brought |= {ident: (message.id, i) for i, ident in enumerate(ids) if ident in brings}
+        for message in sent:
+            sources = {self._brought[ident][0] for ident in message.gathered if ident in self._brought}
+            read = {ident for ident in sources if self._dst.find(ident) is None}  # others are in the destination array
+            for source in read if message.source is None else {message.source}:
+                self._num_forwards[source] = self._num_forwards.get(source, 0) + 1
         self._waits, self._awaited, self._notify = _find_events(plan, rank)
 
     def add_copies(self, message: Message) -> None:
@@ -216,19 +250,17 @@ class _Builder:
     def add_send(self, message: Message) -> None:
         """Add the send of a message, whose data the rank holds or has received."""
         forwards = None if message.source is None else self._find_forwarded(message, message.source)
+        gathers = self._find_gathered(message)
+        is_held = [forwards is None and item is None for item in gathers or [None] * len(message.boxes)]
         boxes = tuple(
-            LocalBox(
-                tensor,
-                self._src.find(message.id + i) if forwards is None else None,
-                self._dst.find(message.id + i),
-            )
+            LocalBox(tensor, self._src.find(message.id + i) if is_held[i] else None, self._dst.find(message.id + i))
             for i, (tensor, _, _) in enumerate(message.boxes)
         )
-        if forwards is None and any(box.src is None for box in boxes):
+        if any(box.src is None for box, held in zip(boxes, is_held, strict=True) if held):
             raise PlanError(f"message {message.id}: rank {self._rank} sends elements that it does not hold")
         hosts = self._plan.topology.host_of_rank
         parts, events = _find_parts(self._plan, message), self._waits.get(message.transfer, ())
-        send = Send(message.id, message.receiver, boxes, parts, forwards, message.window, events)
+        send = Send(message.id, message.receiver, boxes, parts, forwards, message.window, events, gathers)
         self._queues[hosts[self._rank] == hosts[message.receiver]].append(send)
 
     def _find_forwarded(self, message: Message, source: int) -> int:
@@ -240,6 +272,24 @@ class _Builder:
         if original.boxes != message.boxes:
             raise PlanError(f"{prefix} other boxes than message {source} brings")
         return forwards
+
+    def _find_gathered(self, message: Message) -> tuple[Gathered | None, ...]:
+        """Where each box of a gathered message comes from; empty for other messages."""
+        gathers: list[Gathered | None] = []
+        for ident in message.gathered:
+            if ident is None:
+                gathers.append(None)
+                continue
+            source, nth = self._brought.get(ident, (None, 0))
+            if source not in self._received:
+                raise PlanError(
+                    f"message {message.id}: rank {self._rank} passes on message {ident}, which it has not received"
+                )
+            recv, original = self._received[source]
+            ends = list(itertools.accumulate((box_nbytes(self._plan, box) for box in original.boxes), initial=0))
+            is_staged = self._recvs[recv].is_relay
+            gathers.append(Gathered(recv, slice(ends[nth], ends[nth + 1]), is_staged))
+        return tuple(gathers)
 
     def finish(self) -> RankProgram:
         """The program of all added operations."""

@@ -8,6 +8,7 @@ import pytest
 
 import reshard
 from reshard import Layout, Mesh, Topology, make_plan
+from reshard.cost import predict_makespan
 from reshard.errors import ArgumentError, TopologyError
 from reshard.planner import predict
 from reshard.topology import CodecRate, topology_to_json
@@ -115,3 +116,11 @@ def test_topologies_keep_their_codec_rates():
         CodecRate("zfp", 1.0, 1.0)
     with pytest.raises(TopologyError, match="several entries"):
         _topology(1, INT8, INT8)
+
+
+def test_a_plan_that_is_too_large_to_simulate_is_estimated(monkeypatch):
+    plan = make_plan(SRC, DST, SHAPE, "float32", topology=_topology(100), strategy="multicast")
+    monkeypatch.setattr("reshard.cost.prediction.MAX_IN_ORDER", 1)
+    monkeypatch.setattr("reshard.planner.tensor_codecs.simulate", None)
+    estimate = predict_makespan(plan)
+    assert estimate.is_estimate and predict(plan).seconds == estimate.seconds

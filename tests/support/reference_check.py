@@ -89,7 +89,7 @@ def check_plan(plan: Plan) -> None:
     staged: dict[int, tuple[int, int]] = {}  # message id -> (receiver, bytes not needed there)
     last_use: dict[int, int] = {}
     messages = list(expand_messages(plan))
-    before: dict[int | None, Message] = {}
+    before: dict[int, Message] = {}
     for message in messages:
         for i, (tensor, start, stop) in enumerate(message.boxes):
             spec = plan.tensors[tensor]
@@ -99,7 +99,10 @@ def check_plan(plan: Plan) -> None:
                 if not 0 <= lo < hi <= size:
                     raise PlanError(f"{where} is empty or outside shape {list(spec.shape)}")
                 numel *= hi - lo
-            _check_sender(message, i, where, numel, holds, received, last_use, before.get(message.source))
+            known = None if message.source is None else message.source + i
+            if message.gathered:
+                known = message.gathered[i]
+            _check_sender(message, i, where, numel, holds, received, last_use, known, before)
             key = (message.receiver, tensor)
             wanted = 0
             if key in needs:
@@ -141,11 +144,12 @@ def _check_sender(
     holds: dict[tuple[int, int], _Held],
     received: dict[tuple[int, int], _Held],
     last_use: dict[int, int],
-    source: Message | None,
+    brought_by: int | None,
+    before: dict[int, Message],
 ) -> None:
     tensor, start, stop = message.boxes[i]
     key = (message.sender, tensor)
-    if message.source is None and key in holds:
+    if brought_by is None and key in holds:
         pieces = holds[key].overlap(start, stop)[0]
         if int(pieces.sum()) == numel:
             if len(pieces) > 1:
@@ -156,7 +160,7 @@ def _check_sender(
         raise PlanError(
             f"{where}: rank {message.sender} sends {numel} elements, but has only {int(shared.sum())} at that point"
         )
-    known = set() if message.source is None else {message.source + i}
+    known = {brought_by}
     missing = sorted(set(ids.tolist()) - known)
     if missing:
         raise PlanError(
@@ -164,6 +168,12 @@ def _check_sender(
         )
     if len(ids) > 1:
         raise PlanError(f"{where}: rank {message.sender} receives it in {len(ids)} messages, but relays only one")
+    source = None if message.source is None else before.get(message.source)
+    if message.gathered and brought_by is not None:
+        gathered = before[max(ident for ident in before if ident <= brought_by)]
+        assert gathered.boxes[brought_by - gathered.id] == message.boxes[i]
+        if gathered.sender == gathered.receiver:
+            raise PlanError(f"{where}: message {gathered.id} is a copy, which cannot be relayed")
     if source is not None and source.sender == source.receiver:
         raise PlanError(f"{where}: message {source.id} is a copy on rank {message.sender}, which cannot be relayed")
     if source is not None and source.boxes != message.boxes:

@@ -198,7 +198,8 @@ def _print_messages(plan: Plan, rank: int) -> None:
             f"t{tensor} [{', '.join(f'{a}:{b}' for a, b in zip(start, stop, strict=True))}]"
             for tensor, start, stop in message.boxes
         )
-        after = "" if message.source is None else f" after {message.source}"
+        sources = {ident for ident in (message.source, *message.gathered) if ident is not None}
+        after = f" after {','.join(map(str, sorted(sources)))}" if sources else ""
         print(f"{message.id}: {boxes} {message.sender} -> {message.receiver}{after}")
 
 

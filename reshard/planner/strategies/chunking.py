@@ -69,7 +69,7 @@ def join_transfers(first: Transfers, second: Transfers) -> Transfers:
         region=np.concatenate([first.region, second.region + len(first.box_at) - 1]),
         after_at=np.concatenate([first.after_at, second.after_at[1:] + len(first.after)]),
         after=np.concatenate([first.after, second.after + len(first)]),
-        source=np.concatenate([first.source, np.where(second.source < 0, -1, second.source + len(first))]),
+        source=np.concatenate([first.source, np.where(second.source < 0, second.source, second.source + len(first))]),
     )
 
 

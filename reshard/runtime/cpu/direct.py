@@ -157,7 +157,7 @@ def find_direct(plan: Plan, program: RankProgram) -> DirectProgram | None:
 def _find_operation(plan: Plan, program: RankProgram, op: Recv | Send) -> _Operation | None:
     """The operation of a message; None if its bytes are not one run, or it waits for another one."""
     is_recv = isinstance(op, Recv)
-    if op.waits or len(op.boxes) > 1 or (isinstance(op, Send) and op.forwards is not None):
+    if op.waits or len(op.boxes) > 1 or (isinstance(op, Send) and (op.forwards is not None or op.gathers)):
         return None
     if isinstance(op, Recv) and (op.is_relay or op.num_forwards):
         return None

@@ -33,7 +33,7 @@ from reshard.runtime.cpu.box_tables import tabulate_buffers
 from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cpu.queues import Notification, OperationQueue
-from reshard.runtime.cpu.staging import CastSource, Staging, copy_into, view_of
+from reshard.runtime.cpu.staging import CastSource, Staging, copy_into, pack, view_of
 from reshard.runtime.cpu.verification import TransferDigests, is_copy_of
 from reshard.runtime.program import BoxRange, Event, LocalBox, RankProgram, Recv, Send
 from reshard.runtime.transport import Transport, Work, join, wait_for
@@ -50,7 +50,7 @@ _NOTIFY_AHEAD = 8
 
 
 class WrongCopyError(Exception):
-    """A copy inside a rank differs from its source. ``id`` is the id of the message."""
+    """A copy inside a rank, or what it gathers, differs from its source. ``id`` is the id of the message."""
 
     def __init__(self, message: int) -> None:
         super().__init__(f"message {message}")
@@ -261,9 +261,12 @@ class _Execution:
             queue.next += 1
         while self.recvs.next < len(self.recvs.ops) and self.post_recv():
             pass
+        num_free = self.recvs.pool.num_free
         for queue in self.sends:
             while queue.next < len(queue.ops) and self.post_send(queue):
                 pass
+        if self.recvs.pool.num_free > num_free:  # gathered messages have released slots
+            self.post()
 
     def find_bytes(self, op: Recv | Send, part: BoxRange, side: str) -> torch.Tensor | None:
         """The bytes of a part inside an array of this rank; None if they are not contiguous there."""
@@ -345,7 +348,7 @@ class _Execution:
     def post_send(self, queue: OperationQueue) -> bool:
         """Post the next send of a queue; False if it cannot start yet."""
         op: Send = queue.ops[queue.next]  # type: ignore[assignment]
-        if len(queue.posted) >= op.window or (op.forwards is not None and self.tally.received <= op.forwards):
+        if len(queue.posted) >= op.window or self.tally.received <= op.last_source:
             return False
         if op.waits and not self.done.issuperset(op.waits):
             return False
@@ -370,6 +373,8 @@ class _Execution:
 
     def can_share_boxes(self, op: Send) -> bool:
         """Whether the bytes of a message lie in arrays, neither in the slot of a relay nor to be cast first."""
+        if op.gathers:
+            return False
         if op.forwards is not None:
             return not self.program.recvs[op.forwards].is_relay
         return not self.casts or self.casts.isdisjoint(box.tensor for box in op.boxes)
@@ -378,6 +383,12 @@ class _Execution:
         self, queue: OperationQueue, op: Send, arrays: Sequence[torch.Tensor | None], side: str
     ) -> tuple[list[torch.Tensor], torch.Tensor | None] | None:
         """The buffers of a send, and the slot that it takes for them. None if no slot is free."""
+        if op.gathers:
+            slot = queue.pool.take()
+            if slot is None:
+                return None
+            self.gather(op, slot)
+            return _fill([None] * len(op.parts), op.parts, slot), slot
         views = [self.find_bytes(op, part, side) for part in op.parts]
         slot, held = None, None if op.forwards is None else self.slot_of.get(op.forwards)
         if held is None and any(part is None for part in views):
@@ -388,6 +399,45 @@ class _Execution:
                 if direct is None:
                     self.staging.pack(op, part, arrays, side, slot[part.bytes])
         return _fill(views, op.parts, slot if held is None else held), slot
+
+    def gather(self, op: Send, slot: torch.Tensor) -> None:
+        """Copy the boxes of a gathered message into its slot, and release the slots that only it still reads."""
+        at = 0
+        for box, source in zip(op.boxes, op.gathers, strict=True):
+            if source is not None and source.is_staged:
+                brought = self.slot_of[source.recv][source.bytes]
+                slot[at : at + len(brought)] = brought
+                at += len(brought)
+                continue
+            arrays, where = (self.src, box.src) if source is None else (self.dst, box.dst)
+            view = view_of(arrays, box.tensor, where)
+            nbytes = view.numel() * view.element_size()
+            pack([view], slot[at : at + nbytes])
+            at += nbytes
+        if self.digests is not None:
+            self.check_gathered(op, slot)
+        for recv in {source.recv for source in op.gathers if source is not None and source.is_staged}:
+            self.num_readers[recv] -= 1
+            self.release_if_unused(recv)
+
+    def check_gathered(self, op: Send, slot: torch.Tensor) -> None:
+        """Compare what a gathered message passes on of whole messages with what these brought."""
+        assert self.digests is not None
+        parts: dict[int, dict[int, torch.Tensor]] = {}  # receive -> first byte there -> bytes of the slot
+        at = 0
+        for box, source in zip(op.boxes, op.gathers, strict=True):
+            if source is None:
+                view = view_of(self.src, box.tensor, box.src)
+                at += view.numel() * view.element_size()
+            else:
+                first, last = source.bytes.start, source.bytes.stop
+                parts.setdefault(source.recv, {})[first] = slot[at : at + last - first]
+                at += last - first
+        for recv, found in parts.items():
+            brought = self.program.recvs[recv]
+            digest = digest_concatenated([found[first] for first in sorted(found)])
+            if sum(map(len, found.values())) == brought.nbytes and digest != self.digests.received[brought.id]:
+                raise WrongCopyError(op.id)
 
     def finish_send(self, queue: OperationQueue, op: Send, slot: torch.Tensor | None) -> None:
         if slot is not None:

@@ -120,6 +120,11 @@ class Pool:
         """Bytes allocated now."""
         return 0 if self._storage is None else self._storage.numel()
 
+    @property
+    def num_free(self) -> int:
+        """Number of allocated slots that are not in use."""
+        return len(self._free)
+
     def take(self) -> torch.Tensor | None:
         """A free slot as flat uint8; None if all are in use."""
         if self._storage is None:

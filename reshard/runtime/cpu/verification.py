@@ -76,8 +76,15 @@ def find_fault(plan: Plan, sent: Mapping[int, int], received: Mapping[int, int])
 
 
 def describe_copy(plan: Plan, rank: int, box_id: int) -> str:
-    """Describe a local copy that differs from its source. Each box of a local message is one copy, with a box id."""
+    """Describe a local copy that differs from its source, or a gathered message that differs from what was received.
+
+    Each box of a local message is one copy, with a box id.
+    """
     message = next(m for m in expand_messages(plan, rank) if m.id <= box_id < m.id + len(m.boxes))
+    if message.gathered:
+        return (
+            f"{_boxes_of(plan, message)}: rank {rank} gathered other bytes than it had received (message {message.id})"
+        )
     box = _describe_box(plan, *message.boxes[box_id - message.id])
     name = name_box(message.id, box_id, len(message.boxes))
     return f"{box}: rank {rank} does not hold what it copied itself ({name})"
@@ -172,7 +179,7 @@ class Hops:
         moves = messages.sender != messages.receiver
         row = np.cumsum(moves) - 1
         self.ident, self.sender, self.receiver = messages.id[moves], messages.sender[moves], messages.receiver[moves]
-        source = messages.source[moves]
+        source = messages.source[moves]  # the rank that gathers a message compares it with what it received
         self.forwards = np.flatnonzero((source >= 0) & moves[source])
         self.brought_by = row[source[self.forwards]]
         self.replicas = Replicas(plan)

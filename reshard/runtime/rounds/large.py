@@ -49,8 +49,8 @@ def find_direct(plan: Plan, messages: MessageTable) -> np.ndarray:
     box = transfers.first_box[messages.transfer]
     starts, stops = cut_chunks(transfers, messages.transfer, messages.chunk, box)
     tensor = transfers.box_tensor[box]
-    direct = (transfers.num_boxes[messages.transfer] == 1) & (messages.source < 0)
-    direct[messages.source[messages.source >= 0]] = False
+    direct = (transfers.num_boxes[messages.transfer] == 1) & (messages.source == -1)
+    direct[messages.brings[1]] = False
     return direct & _are_whole_rows(plan, tensor, starts, stops)
 
 

@@ -191,7 +191,8 @@ class RoundRunner:
             after = max(previous, step.after_unpack)
             with streams.on(PACK):
                 streams.wait(begun if number == 0 else None)
-                streams.wait(exchanged[previous] if previous >= 0 else None)
+                received = max(previous, step.after_exchange)
+                streams.wait(exchanged[received] if received >= 0 else None)
                 streams.wait(unpacked[after] if after >= 0 else None)
                 self._copy(step.pack_tables, step.pack_views, src, dst, addresses, True, extra)
                 packed = streams.mark()
@@ -252,10 +253,26 @@ class RoundRunner:
             assert self._copier is not None
             self._copier.copy(table, addresses, buffer, to_buffer)
         for view in views:
-            arrays, side = (src, "src") if view.in_source else (dst, "dst")
-            boxes = [self._view(arrays, box.tensor, getattr(box, side)) for box in view.op.boxes]
+            if isinstance(view.op, Send) and view.op.gathers:
+                boxes = self._gathered(view.op, src, dst)
+            else:
+                arrays, side = (src, "src") if view.in_source else (dst, "dst")
+                boxes = [self._view(arrays, box.tensor, getattr(box, side)) for box in view.op.boxes]
             slot = (extra if view.in_extra else buffer)[view.start : view.start + view.op.nbytes]  # type: ignore[index]
             self.memory.pack(boxes, slot) if to_buffer else self.memory.unpack(slot, boxes)
+
+    def _gathered(self, op: Send, src: Sequence[Array | None], dst: Sequence[Array | None]) -> list[Array]:
+        """The boxes of a gathered message: views of arrays, or bytes of relayed messages in the buffer."""
+        boxes = []
+        for box, source in zip(op.boxes, op.gathers, strict=True):
+            if source is None:
+                boxes.append(self._view(src, box.tensor, box.src))
+            elif not source.is_staged:
+                boxes.append(self._view(dst, box.tensor, box.dst))
+            else:
+                first = self._relay(source.recv, op.receiver).start
+                boxes.append(self.buffer()[first + source.bytes.start : first + source.bytes.stop])
+        return boxes
 
     # Steps
 
@@ -270,6 +287,7 @@ class RoundRunner:
             for send in item.sends:
                 if send.forwards in self._relays:
                     last_round[send.forwards] = number  # type: ignore[index]
+                last_round |= {source.recv: number for source in send.gathers if source is not None}
         offsets: dict[int, int] = {}
         live: list[tuple[int, int, int]] = []  # (start, stop, last round)
         total = 0
@@ -300,13 +318,14 @@ class RoundRunner:
     def _make_steps(self, kinds: Sequence[ArrayKind | None]) -> tuple[CompiledRound, ...]:
         steps: list[CompiledRound] = []
         unpacked_in: dict[int, int] = {}  # index of a receive -> the step that unpacks it
+        received_in: dict[int, int] = {}  # index of a receive -> its step
         for number, item in enumerate(self.rounds):
             slots = _Slots(number % self.num_halves * self._half_bytes)
             recvs: list[MessageBytes] = []
             sends: list[MessageBytes] = []
             to_pack: list[Packed] = []
             to_unpack: list[Packed] = []
-            after_unpack = -1
+            after_unpack = after_exchange = -1
             for recv in item.recvs:
                 index = self._index[recv.id]
                 part = (
@@ -317,9 +336,16 @@ class RoundRunner:
                     part = MessageBytes(*slot, recv.sender)
                     to_unpack.append(Packed(recv, part.start, False, part.array == EXTRA))
                     unpacked_in[index] = number
+                received_in[index] = number
                 recvs.append(part)
             for send in item.sends:
-                if send.forwards in self._relays:
+                if send.gathers:
+                    part = None
+                    for source in send.gathers:
+                        if source is not None:
+                            after_unpack = max(after_unpack, unpacked_in.get(source.recv, -1))
+                            after_exchange = max(after_exchange, received_in[source.recv])
+                elif send.forwards in self._relays:
                     part = self._relay(send.forwards, send.receiver)  # type: ignore[arg-type]
                 else:
                     part = self._direct(send, kinds, "src" if send.forwards is None else "dst", send.receiver)
@@ -342,7 +368,14 @@ class RoundRunner:
             sides = [self._split(packed, kinds) for packed in (to_pack, to_unpack)]
             steps.append(
                 CompiledRound(
-                    tuple(recvs), tuple(sends), tuple(broadcasts), *sides[0], *sides[1], after_unpack, slots.extra_bytes
+                    tuple(recvs),
+                    tuple(sends),
+                    tuple(broadcasts),
+                    *sides[0],
+                    *sides[1],
+                    after_unpack,
+                    after_exchange,
+                    slots.extra_bytes,
                 )
             )
         return tuple(steps)
@@ -401,7 +434,8 @@ class RoundRunner:
         regions: list[tuple[int, ...]] = []
         views: list[Packed] = []
         for item in packed:
-            item_regions = None if self._copier is None or item.in_extra else self._regions_of(item, kinds)
+            is_plain = self._copier is not None and not item.in_extra and not getattr(item.op, "gathers", ())
+            item_regions = self._regions_of(item, kinds) if is_plain else None
             if item_regions is None:
                 views.append(item)
             else:

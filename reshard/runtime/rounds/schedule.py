@@ -91,7 +91,7 @@ def find_large_rounds(plan: Plan) -> LargeRounds:
     to what :func:`find_rounds` allows.
     """
     rounds = _Rounds(plan)
-    if not any(rounds.relays.is_relay):
+    if not any(rounds.relays.is_relay) and not len(rounds.messages.gathered):
         room = rounds.room[False] + rounds.room[True]
         broadcasts = find_broadcasts(plan, rounds.messages, np.array(rounds.moves, dtype=bool), room)
         if broadcasts is not None:
@@ -138,7 +138,7 @@ class _Rounds:
 def _find_relays(plan: Plan, messages: MessageTable) -> np.ndarray:
     """``(messages,)`` bool: whether the receiver forwards the message and needs no element of it."""
     relays = np.zeros(len(messages), dtype=bool)
-    relays[messages.source[messages.source >= 0]] = True
+    relays[messages.brings[1]] = True
     transfers = plan.transfers
     box = transfers.first_box[messages.transfer]
     tensor = transfers.box_tensor[box]
@@ -164,9 +164,9 @@ class _Relays:
     def __init__(self, messages: MessageTable, is_relay: np.ndarray, room: int) -> None:
         self.is_relay, self._room = is_relay.tolist(), room
         self._last_use: dict[int, int] = {}  # row -> the last row that forwards it
-        for index, source in enumerate(messages.source.tolist()):
-            if source >= 0 and self.is_relay[source]:
-                self._last_use[source] = index
+        for index, source in zip(*(rows.tolist() for rows in messages.brings), strict=True):
+            if self.is_relay[source]:
+                self._last_use[source] = max(index, self._last_use.get(source, 0))
         self._kept: dict[int, list[list[int]]] = {}  # rank -> [row, bytes, last round so far]
 
     def first_round(self, index: int, rank: int, nbytes: int) -> int:
@@ -201,14 +201,17 @@ def _assign_rounds(
     rounds = [-1] * len(messages)
     used: dict[tuple[int, bool | None, bool], list[int]] = {}  # (rank, inside or None, is_send) -> bytes of each round
     first_free: dict[tuple[int, bool | None, bool], int] = {}  # the first round that is not full
-    columns = (messages.id, messages.sender, messages.receiver, messages.nbytes, messages.source)
+    columns = (messages.id, messages.sender, messages.receiver, messages.nbytes)
     after_at, after = messages.after_at.tolist(), messages.after.tolist()
-    for index, (ident, sender, receiver, nbytes, source) in enumerate(
+    sources: dict[int, list[int]] = {}
+    for later, source in zip(*(rows.tolist() for rows in messages.brings), strict=True):
+        sources.setdefault(later, []).append(source)
+    for index, (ident, sender, receiver, nbytes) in enumerate(
         zip(*(column.tolist() for column in columns), strict=True)
     ):
         if not moves[index]:
             continue
-        earliest = rounds[source] + 1 if source >= 0 else 0
+        earliest = max((rounds[source] + 1 for source in sources.get(index, ())), default=0)
         for before in after[after_at[index] : after_at[index + 1]]:
             earliest = max(earliest, rounds[before])
         if relays.is_relay[index]:
@@ -225,8 +228,9 @@ def _assign_rounds(
         rounds[index] = round_of[ident] = at
         if relays.is_relay[index]:
             relays.keep(index, receiver, nbytes, at)
-        if source >= 0 and relays.is_relay[source]:
-            relays.use(source, sender, at)
+        for source in sources.get(index, ()):
+            if relays.is_relay[source]:
+                relays.use(source, sender, at)
         for end in ends:
             loads = used.setdefault(end, [])
             loads += [0] * (at + 1 - len(loads))

@@ -70,6 +70,7 @@ class CompiledRound:
         pack_tables, pack_views: copied into the buffer before the exchange.
         unpack_tables, unpack_views: copied out of the buffer after the exchange.
         after_unpack: the last step whose unpacked data the sends of this one read; -1 if none.
+        after_exchange: the last step that receives data which this one gathers; -1 if none.
         extra_bytes: bytes of the second buffer that it uses.
     """
 
@@ -81,6 +82,7 @@ class CompiledRound:
     unpack_tables: tuple[Any, ...]
     unpack_views: tuple[Packed, ...]
     after_unpack: int
+    after_exchange: int
     extra_bytes: int
 
     @property
