@@ -42,10 +42,11 @@ def _fail_interrupted(error: BaseException, args: tuple[Any, ...], _: dict[str, 
 class _PlainShards:
     """Names, and shapes and dtypes of the source and destination shards of a rank, of a plan without codecs.
 
-    A side is empty where the rank has no shards.
+    A side is empty where the rank has no shards. ``none`` has a None for each name.
     """
 
     names: tuple[str, ...]
+    none: list[None]
     src: tuple[tuple[torch.Size, torch.dtype], ...]
     dst: tuple[tuple[torch.Size, torch.dtype], ...]
 
@@ -63,7 +64,7 @@ class _PlainShards:
             if len(forms) not in (0, len(names)):
                 return None
             sides.append(tuple(forms))
-        return cls(names, *sides)
+        return cls(names, [None] * len(names), *sides)
 
     def read(self, tensors: Mapping[str, torch.Tensor] | None) -> list[torch.Tensor] | None:
         """The source shards in order; None if one of them is not a plain tensor of its shape and dtype on the CPU."""
@@ -321,13 +322,14 @@ def start_checked(mover: Mover, tensors: Mapping[str, torch.Tensor] | None = Non
     mover._group.check_usable()
     if mover._closed:
         raise ArgumentError("this Mover is closed")
-    mover._owner.check(mover._agreed.program.rank, functools.partial(fail_transfers, mover))
-    results = [torch.empty(shape, dtype=dtype) for shape, dtype in shards.dst]
-    none: list[torch.Tensor | None] = [None] * len(shards.names)
-    received = dict(zip(shards.names, results or none, strict=True))
-    arrays = sources or none, results or none
-    posted = transfers.post(*arrays, received)
-    return transfers.start(*arrays, lambda: received, is_noted=False) if posted is None else posted
+    if not mover._owner.may_start():
+        mover._owner.check(mover._agreed.program.rank, functools.partial(fail_transfers, mover))
+    results: list[Any] = [torch.empty(shape, dtype=dtype) for shape, dtype in shards.dst] or shards.none
+    received = dict(zip(shards.names, results, strict=True))
+    posted = transfers.post(sources or shards.none, results, received)
+    if posted is None:
+        return transfers.start(sources or shards.none, results, lambda: received, is_noted=False)
+    return posted
 
 
 def fail_transfers(mover: Mover, error: BaseException) -> ReshardError:

@@ -158,7 +158,7 @@ LossShards = int | Mapping[int, int]
 
 def loss_shards_of(stage: int, num_loss_shards: LossShards) -> int:
     """Number of replicas of a stage that the total loss averages over."""
-    return num_loss_shards.get(stage, 1) if isinstance(num_loss_shards, Mapping) else num_loss_shards
+    return num_loss_shards if isinstance(num_loss_shards, int) else num_loss_shards.get(stage, 1)
 
 
 def check_loss_shards(num_loss_shards: Any, pipeline: Pipeline) -> None:
@@ -200,9 +200,12 @@ def check_loss_replicas(stage: int, module: Any, num_loss_shards: LossShards, nu
         )
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def no_grad_sync(module: Any) -> contextlib.AbstractContextManager[Any]:
     """A context in which DDP does not communicate."""
-    return module.no_sync() if isinstance(module, DistributedDataParallel) else contextlib.nullcontext()
+    return module.no_sync() if isinstance(module, DistributedDataParallel) else _NOTHING
 
 
 def prepare_backward(module: Any, *, is_last: bool) -> None:

@@ -19,7 +19,6 @@ from reshard.runtime.cuda.stream import STREAMS
 from ..graph import Pipeline
 from ..ir.actions import Action, Kind
 from ..ir.schedule import Schedule
-from . import torch_compat
 from .data_parallel import (
     LossShards,
     align_gradients,
@@ -223,7 +222,7 @@ class Iteration:
             else:  # without training, there are only forwards, which keep their order
                 self.run_planned(places)
             self.doing = None
-            for transfer in self.sends:
+            for transfer in reversed(self.sends):  # one wait for the last of a channel ends the others too
                 transfer.wait()
             for run in self.stages.values():
                 if self.inputs.train:
@@ -355,12 +354,9 @@ class Iteration:
         begun = self.measured.clock.now()
         action, channel, microbatch = item.action, item.channel, item.action.microbatch
         if item.is_send:
-            output = self.pending.pop(item.slot)
-            tensors = output.wait()
+            transfer = self.pending.pop(item.slot)
             with self.observe("send over", channel, microbatch):
-                transfer = item.transfers.send(channel, tensors)
-            transfer.computed_at = output.computed_at
-            transfer.check_at_end(channel, tensors, output.versions)
+                item.transfers.send(transfer)
             self.sends.append(transfer)
             while self.sends and self.sends[0].is_done():
                 self.sends.popleft().take()
@@ -465,9 +461,6 @@ class Iteration:
         """Keep the outputs of a computation until they are sent. Pass them at once to stages of the same pp rank."""
         now = self.measured.clock.now()
         for end in item.outputs:
-            tensors = sent[end.other]
-            versions = {name: torch_compat.version_of(array) for name, array in tensors.items()}
-            transfer = item.transfers.send(end.channel, tensors) if end.is_local else PendingTransfer(None, tensors)
-            transfer.check_at_end(end.channel, tensors, versions)
-            transfer.computed_at = now
-            self.pending[end.slot] = transfer
+            transfer = self.pending[end.slot] = PendingTransfer(end.channel, sent[end.other], now)
+            if end.is_local:
+                item.transfers.send(transfer)

@@ -94,46 +94,34 @@ def _one_element(spec: TensorSpec) -> TensorSpec:
 
 
 class PendingTransfer:
-    """A transfer in progress, on its sender or its receiver.
+    """A transfer of this rank: a posted receive, or an output of a stage, before and after its send has started.
 
     Args:
-        handle: handle of the Mover; None if nothing moves between ranks.
-        tensors: the tensors that :meth:`wait` returns; None for the tensors that the handle returns.
+        channel: the channel.
+        sent: the tensors that this rank sends; None on the receiver.
+        computed_at: when this rank had computed them.
 
     Attributes:
-        computed_at: on the sender, when it had computed the tensors; None on the receiver.
-        versions: in-place version counter of each tensor at that time.
+        sent: see above; None once :meth:`wait` has returned.
+        handle: handle of the Mover; None if nothing moves between ranks, and before the send.
+        received: the tensors that :meth:`wait` returns; None for those of the handle.
     """
 
-    __slots__ = ("_channel", "_checked", "_tensors", "computed_at", "handle", "versions")
+    __slots__ = ("_versions", "channel", "computed_at", "handle", "received", "sent")
 
-    def __init__(
-        self, handle: Handle | PostedTransfer | None, tensors: Mapping[str, torch.Tensor | None] | None = None
-    ) -> None:
-        self.handle, self._tensors = handle, tensors
-        self.computed_at: Any = None
-        self.versions: Mapping[str, int] = {}
-        self._channel: StageChannel | None = None
-        self._checked: Tensors = {}
-
-    def check_at_end(self, channel: StageChannel, tensors: Tensors, versions: Mapping[str, int]) -> None:
-        """Let :meth:`wait` call :meth:`check` once, after the transfer.
-
-        Args:
-            channel: channel of the transfer.
-            tensors: the tensors that it sends.
-            versions: see the attribute.
-        """
-        self._channel, self._checked, self.versions = channel, tensors, versions
+    def __init__(self, channel: StageChannel, sent: Tensors | None = None, computed_at: Any = None) -> None:
+        self.channel, self.sent, self.computed_at = channel, sent, computed_at
+        self.handle: Handle | PostedTransfer | None = None
+        self.received: Tensors | None = None
+        self._versions = [] if sent is None else [torch_compat.version_of(array) for array in sent.values()]
 
     def check(self) -> None:
         """Raise ArgumentError if a tensor that this rank sends has changed in place since it was computed."""
-        for name, tensor in self._checked.items():
-            if torch_compat.version_of(tensor) != self.versions[name]:
-                assert self._channel is not None
+        for (name, tensor), version in zip((self.sent or {}).items(), self._versions, strict=False):
+            if torch_compat.version_of(tensor) != version:
                 raise ArgumentError(
-                    f"stage {self._channel.sender} changed {name!r} in place after returning it, so stage "
-                    f"{self._channel.receiver} may have received either value; return a copy"
+                    f"stage {self.channel.sender} changed {name!r} in place after returning it, so stage "
+                    f"{self.channel.receiver} may have received either value; return a copy"
                 )
 
     def is_done(self) -> bool:
@@ -151,19 +139,23 @@ class PendingTransfer:
         self.handle.wake_at_end(wake)
         return True
 
-    def wait(self) -> dict[str, Any]:
-        """Wait for the transfer, and return the tensors that this rank received."""
-        received = None if self.handle is None else result_of(self.handle)
-        if self._checked:
-            self.check()
-            self._checked = {}
-        return dict(self._tensors if self._tensors is not None else received or {})
+    def wait(self) -> Tensors:
+        """Wait for the transfer, and return the tensors that this rank received.
 
-    def take(self) -> dict[str, Any]:
+        Raises:
+            ArgumentError: a tensor that this rank sends has changed in place since it was computed.
+        """
+        received = None if self.handle is None else result_of(self.handle)
+        if self.sent is not None:
+            self.check()
+            self.sent = None
+        return self.received if self.received is not None else received or {}
+
+    def take(self) -> Tensors:
         """Call :meth:`wait`, and drop the tensors: the records of a step hold this object until the step ends."""
         tensors = self.wait()
-        if self._tensors is not None:
-            self._tensors = {}
+        if self.received is not None:
+            self.received = {}
         if self.handle is not None:
             self.handle.release()
         return tensors
@@ -209,30 +201,36 @@ class StageTransfers:
                     entry.plan, group, timeout_seconds=timeout_seconds, device=device, both_ways=True
                 )
 
-    def send(self, channel: StageChannel, tensors: Tensors) -> PendingTransfer:
-        """Start to send the tensors of one microbatch."""
-        mover = self._movers.get(channel)
+    def send(self, output: PendingTransfer) -> None:
+        """Start to send an output."""
+        output.check()
+        mover, tensors = self._movers.get(output.channel), output.sent
         if mover is None:
-            return PendingTransfer(None, tensors)
+            output.received = tensors
+            return
         if self._signal_only:
-            tensors = {name: array.new_ones(1) for name, array in tensors.items()}
-        return PendingTransfer(start_checked(mover, tensors))
+            tensors = {name: array.new_ones(1) for name, array in (tensors or {}).items()}
+        output.handle = start_checked(mover, tensors)
 
     def recv(self, channel: StageChannel) -> PendingTransfer:
         """Start to receive the tensors of one microbatch."""
-        mover = self._movers.get(channel)
-        if mover is None:
-            return PendingTransfer(None)
-        if (
-            self._signal_only and channel not in self._zeros
-        ):  # kept for all microbatches, so that they cost no time later
+        transfer, mover = PendingTransfer(channel), self._movers.get(channel)
+        if mover is not None:
+            if self._signal_only:
+                transfer.received = self._zeros_of(channel)
+            transfer.handle = start_checked(mover)
+        return transfer
+
+    def _zeros_of(self, channel: StageChannel) -> Tensors:
+        """Zeros for the tensors of a channel, kept for all microbatches, so that they cost no time later."""
+        if channel not in self._zeros:
             self._zeros[channel] = {
                 str(spec.name): torch.zeros(
                     spec.dst_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=self._device
                 )
                 for spec in self._plans[channel].tensors
             }
-        return PendingTransfer(start_checked(mover), self._zeros.get(channel))
+        return self._zeros[channel]
 
     def check_errors(self) -> None:
         """Raise the first error that another rank reported, if any."""

@@ -134,6 +134,7 @@ class StageRun:
         self._incoming = [edge for edge in pipeline.edges if edge.dst == stage]
         self._outgoing = [edge for edge in pipeline.edges if edge.src == stage]
         self._with_gradient = {edge.src: tuple(str(spec.name) for spec in edge.gradients) for edge in self._incoming}
+        self._output_names = sorted({str(spec.name) for edge in self._outgoing for spec in edge.tensors})
         self._returns_gradients = any(self._with_gradient.values())
         self._buffers: list[Mapping[str, torch.Tensor | None]] = []
         self._parameters: list[torch.Tensor] = []
@@ -421,17 +422,16 @@ class StageRun:
     def _to_stage_output(self, output: Any) -> StageOutput:
         if isinstance(output, StageOutput):
             return output
-        if isinstance(output, Mapping):
+        if not isinstance(output, torch.Tensor) and isinstance(output, Mapping):
             return StageOutput(output)
-        names = {spec.name for edge in self._outgoing for spec in edge.tensors}
+        names = self._output_names
         if isinstance(output, torch.Tensor) and not names:
             return StageOutput(loss=output)
         if not isinstance(output, torch.Tensor) or len(names) != 1:
             raise ArgumentError(
-                f"stage {self.stage} must return a StageOutput with the tensors {sorted(map(str, names))}, "
-                f"not {type(output).__name__}"
+                f"stage {self.stage} must return a StageOutput with the tensors {names}, not {type(output).__name__}"
             )
-        return StageOutput({str(names.pop()): output})
+        return StageOutput({names[0]: output})
 
     def _select(self, outputs: Mapping[str, Any], dst: int, tensors: tuple[TensorSpec, ...]) -> Tensors:
         """The local shards of the outputs that one edge sends to stage ``dst``."""

@@ -34,6 +34,8 @@ EXAMPLES = (
 )
 #: Values of ``--plan`` that search.
 SEARCHES = ("auto", "tune")
+#: Values of ``--order``.
+ORDERS = ("planned", "ready")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +69,13 @@ def _add_recipe(add: Callable[..., Any]) -> None:
     add("--learning-rate", type=float, help="peak learning rate (default: that of the preset)")
     add("--warmup", type=int, help="first steps, in which the learning rate rises (default: a tenth of all)")
     add("--schedule", choices=NAMED_BUILDERS, default="auto", help="pipeline schedule (default: auto)")
+    add(
+        "--order",
+        choices=ORDERS,
+        default="planned",
+        help="a rank computes in the order of the schedule (planned) or what has arrived (ready), which needs CPUs and "
+        "each stage on one rank (default: planned)",
+    )
     add(
         "--compression",
         metavar="POLICY",
@@ -243,6 +252,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Traini
         stages=stages,
         layers=_parse_layers(options.layers),
         schedule=options.schedule,
+        order=options.order,
         compression=None if options.compression is None else str(parse_policy(options.compression)),
         data=options.data,
         warmup=options.steps // 10 if options.warmup is None else options.warmup,

@@ -23,7 +23,7 @@ from reshard.testing.sharing import check_num_gpus, choose_gpu, count_gpus
 
 from ..autoparallel import TrainingPlan
 from ..autoparallel.tuning import Tuned
-from .loop import TrainingJob, TrainResult, make_loaders, make_pipe, train
+from .loop import TrainingJob, TrainResult, check_order, make_loaders, make_pipe, train
 from .plan_search import SearchOptions, find_training_plan, share_training_plan, tune_training_plan
 from .report import check_report
 
@@ -57,6 +57,7 @@ def launch(
     """
     make_loaders(job)  # raises errors of the options before any process starts
     if options is None:
+        check_order(job)
         make_pipe(job)
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if job.report is not None and not on_ray and (not under_torchrun or os.environ["RANK"] == "0"):

@@ -21,6 +21,7 @@ from ..ir.schedule import Schedule
 from ..pipe.pipe import Pipe
 from ..pipe.placement import parse_placements
 from ..pipe.training_engine import PipelineEngine
+from ..runtime.ready_order import Order
 from ..schedules.named_builders import NAMED_BUILDERS
 from ..simulation.lower_bound import LowerBound
 from ..simulation.replay import PipelineTimeline
@@ -51,6 +52,7 @@ class TrainingJob:
         stages: dp x tp of each stage.
         layers: number of layers of each stage; empty for those of the preset.
         schedule: name of a schedule.
+        order: "planned" or "ready", see :class:`reshard.scheduler.runtime.engine.Engine`.
         compression: text of a policy; None to encode nothing.
         data: file of tokens; None for the text that Python ships.
         warmup: steps in which the learning rate grows.
@@ -74,6 +76,7 @@ class TrainingJob:
     stages: str
     layers: tuple[int, ...] = ()
     schedule: str = "auto"
+    order: Order = "planned"
     compression: str | None = None
     data: str | None = None
     warmup: int = 0
@@ -100,6 +103,7 @@ class TrainingJob:
             "data": "" if self.data is None else Path(self.data).name,
             "autocast": self.preset.autocast or "none",
             "compression": self.compression or "none",
+            "order": self.order,
         }
 
     @property
@@ -199,12 +203,27 @@ def _describe_start(job: TrainingJob, start: int, engine: PipelineEngine) -> lis
 
 def _compile_engine(job: TrainingJob, batch: Any, device: torch.device) -> PipelineEngine:
     """The engine of a job, for batches of this shape."""
-    options: dict[str, Any] = {}
+    check_order(job)
+    options: dict[str, Any] = {"order": job.order}
     if job.training_plan is None:
-        options = {"num_microbatches": job.preset.num_microbatches, "schedule": NAMED_BUILDERS[job.schedule]}
+        options |= {"num_microbatches": job.preset.num_microbatches, "schedule": NAMED_BUILDERS[job.schedule]}
     if job.compression is not None:
         options["compression"] = parse_policy(job.compression)
     return make_pipe(job).compile(batch, device=device, **options)
+
+
+def check_order(job: TrainingJob) -> None:
+    """Raise ArgumentError unless ranks can compute the stages of a job in its order."""
+    if job.order == "planned":
+        return
+    if job.device != "cpu":
+        raise ArgumentError(f"--order {job.order} needs stages on CPUs; pass --device cpu or --order planned")
+    for stage, shape in enumerate(job.shapes):
+        if math.prod(shape) > 1:
+            raise ArgumentError(
+                f"--order {job.order} needs each stage on one rank, but stage {stage} is on {math.prod(shape)}, which "
+                "could receive their messages in different orders; pass --order planned or meshes of 1x1"
+            )
 
 
 def describe_prediction(schedule: Schedule, predicted: PipelineTimeline, bound: LowerBound) -> str:

@@ -13,6 +13,7 @@ _EFFECTS = {
     "data": "the run reads the other file from this step on",
     "autocast": "the run computes in the other dtype from here on",
     "compression": "the other codecs are used from here on",
+    "order": "ranks compute in the other order from here on, with the same results",
 }
 
 

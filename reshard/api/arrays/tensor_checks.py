@@ -78,18 +78,21 @@ def check_movable(array: Any, what: str, rank: int) -> None:
     if not isinstance(array, torch.Tensor):
         raise ArgumentError(f"{what}: rank {rank} passes {type(array).__name__}, not a torch tensor")
     check_dense(array, what, rank)
-    if array.device.type not in DEVICE_TYPES:
+    device = array.device
+    if device.type not in DEVICE_TYPES:
         kinds = " and ".join(DEVICE_TYPES)
-        raise ArgumentError(f"{what}: rank {rank} passes a tensor on {array.device}; only {kinds} are supported")
-    if array.device.type == "cuda" and array.device.index != torch.cuda.current_device():
+        raise ArgumentError(f"{what}: rank {rank} passes a tensor on {device}; only {kinds} are supported")
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ArgumentError(
-            f"{what}: rank {rank} passes a tensor on {array.device}, but its current device is "
+            f"{what}: rank {rank} passes a tensor on {device}, but its current device is "
             f"cuda:{torch.cuda.current_device()}; call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first"
         )
+    if not array.numel():
+        return
     storage = array.untyped_storage()
-    if array.numel() and (storage.device.type == "meta" or not _has_memory(storage)):
+    if storage.device.type == "meta" or not _has_memory(storage):
         raise ArgumentError(f"{what}: rank {rank} passes a {type(array).__name__} that has no storage")
-    needed = (_address_range(array)[1] - storage.data_ptr()) if array.numel() else 0
+    needed = _address_range(array)[1] - storage.data_ptr()
     if needed > storage.nbytes():
         raise ArgumentError(
             f"{what}: rank {rank} passes a tensor that ends at byte {needed} of a storage of {storage.nbytes()} bytes"

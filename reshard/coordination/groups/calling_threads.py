@@ -95,6 +95,10 @@ class Owner:
         finally:
             self._is_starting = False
 
+    def may_start(self) -> bool:
+        """Whether :meth:`check` passes, because the owner calls."""
+        return self._thread is threading.current_thread() and not self._is_starting
+
     def check(self, rank: int, fail: Callable[[ReshardError], ReshardError]) -> None:
         """Refuse a start as :meth:`starting` does, for a start that cannot be interrupted by another one."""
         try:

@@ -1,4 +1,4 @@
-"""Gather small regions inside the sending host: one message then carries what a destination needs of several ranks.
+"""Ranks that collect regions for others of their host.
 
 Between hosts, each message takes a latency. Where regions are small, latencies decide the time, and there are fewer
 messages if one rank of a host first collects the regions that its neighbors hold for the same destinations.

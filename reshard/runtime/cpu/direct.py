@@ -65,7 +65,10 @@ class Posted:
 
     def has_arrived(self) -> bool:
         """Whether a wait for these operations returns at once; False if it is not known. There are only receives."""
-        return bool(self.ends) and all(end.value != _MARK for end in self.ends)
+        for end in self.ends:
+            if end.value == _MARK:
+                return False
+        return bool(self.ends)
 
 
 class DirectProgram:
@@ -85,9 +88,11 @@ class DirectProgram:
 
     def fits(self, src: Sequence[Any], dst: Sequence[Any]) -> bool:
         """Whether the bytes of each message are contiguous in these arrays."""
-        return all(_is_plain(dst[item.tensor]) for item in self._recvs) and all(
-            _is_plain(src[item.tensor]) for item in self._sends
-        )
+        for operations, arrays in ((self._recvs, dst), (self._sends, src)):
+            for item in operations:
+                if not _is_plain(arrays[item.tensor]):
+                    return False
+        return True
 
     def post(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +52,23 @@ def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
     assert "--learning-rate 0.003, not 0.5; resumed runs keep theirs" in capfd.readouterr().err
 
 
+@pytest.mark.integration
+def test_a_resumed_run_in_ready_order_says_so_and_has_the_same_losses(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "gpt3-125m", *SMALL, "--meshes", "1x1,1x1", "--report", "none", "--resume", "--checkpoint"]
+    assert main([*command, "planned", "--steps", "2"]) == 0
+    shutil.copytree("planned", "ready")
+    capfd.readouterr()
+    ends = []
+    for order in ("planned", "ready"):
+        assert main([*command, order, "--steps", "4", "--order", order]) == 0
+        shown = capfd.readouterr()
+        ends.append(re.findall(r"loss \S+ -> \S+ held-out \S+", shown.out))
+        said = "--order planned, not --order ready: ranks compute in the other order from here on" in shown.err
+        assert said == (order == "ready")
+    assert ends[0] == ends[1] and len(ends[0]) == 1
+
+
 @pytest.mark.slow
 def test_train_runs_under_torchrun(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "reshard"]
@@ -82,6 +100,11 @@ def test_train_runs_under_torchrun(tmp_path):
         (
             ["gpt3-125m", "--layers", "6,5"],
             "--layers 6,5 has 2 stages and 11 layers, but gpt3-125m has 2 stages and 12 layers",
+        ),
+        (
+            ["gpt3-125m", "--meshes", "1x1,2x1", "--order", "ready"],
+            "--order ready needs each stage on one rank, but stage 1 is on 2, which could receive their messages in "
+            "different orders; pass --order planned or meshes of 1x1",
         ),
         (["u-transformer-470m", "--meshes", "1x2,1x1"], "stage 0 has tp=2, but no plan"),
         (["gpt3-125m", "--device", "cuda"], "--device cuda needs 2 GPUs on this machine"),
