@@ -156,7 +156,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _doctor(timeout_seconds: float) -> int:
-    """1 if there are problems, else 0. Ranks other than 0 return 0: torchrun would end rank 0 once one fails."""
+    """Run the doctor. Rank 0 returns 1 if there are problems. Other ranks return 0: a failure would end rank 0."""
     from reshard.cli.machine import can_run_jobs, examine_machine
 
     check_timeout(timeout_seconds)
