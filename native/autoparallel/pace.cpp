@@ -321,5 +321,6 @@ void bind_pace(nb::module_ &m) {
           nb::arg("memory"), nb::arg("received"), nb::arg("sent"), nb::arg("cut_bytes"), nb::arg("factor"),
           nb::arg("priced_at"), nb::arg("priced_forward"), nb::arg("priced_backward"), nb::arg("microbatches"),
           nb::arg("pace"),
-          "The best stages for one bottleneck time, as (round trip, excess of gradient sums, [(first, end, devices left, option)]).");
+          "The best stages for one bottleneck time, as (round trip, excess of gradient sums, "
+          "[(first, end, devices left, option)]).");
 }

@@ -32,7 +32,8 @@ constexpr double AT_ONCE = 1e18;  // bytes per second of a port with saved token
 constexpr double EMPTY = 1.0;     // a bucket of fewer bytes is empty
 constexpr int STEPS_PER_FLOOR = 8; // steps between two looks at the work that is left
 constexpr int64_t OPERATIONS_PER_STEP = 100; // of a few nanoseconds each
-constexpr double FLOOR_TOLERANCE = 1e-6; // relative error of a lower bound: ports carry up to 1e-9 more than their capacity
+// Relative error of a lower bound: ports carry up to 1e-9 more than their capacity.
+constexpr double FLOOR_TOLERANCE = 1e-6;
 
 // All messages finished, the last one would finish after the cutoff, or the simulation takes too much work.
 enum class Outcome { ended, late, unknown };

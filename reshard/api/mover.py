@@ -28,7 +28,7 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 
 
 def _leave_opening(error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Count and publish that this rank leaves the making of a Mover, after an exception before its group knew of it."""
+    """Count and publish that this rank gave up making a Mover, after an exception before its group knew of it."""
     given = dict(zip(("self", "plan", "group"), args, strict=False)) | kwargs
     leave_interrupted(error, find_group(given.get("group")), lambda: given["plan"].ranks)
 
@@ -40,9 +40,9 @@ def _fail_interrupted(error: BaseException, args: tuple[Any, ...], _: dict[str, 
 
 @dataclass(frozen=True)
 class _PlainShards:
-    """Names, and shapes and dtypes of the source and destination shards of a rank, of a plan without codecs.
+    """Names, shapes and dtypes of a rank's source and destination shards in a plan without codecs.
 
-    A side is empty where the rank has no shards. ``none`` has a None for each name.
+    A side is empty if the rank has no shards on it. ``none`` has a None for each name.
     """
 
     names: tuple[str, ...]

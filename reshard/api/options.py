@@ -44,7 +44,7 @@ class TransferOptions(PlanOptions, total=False):
             the result's dtype. Tensors that the codec cannot encode, or would not make smaller, travel as they are.
             Each end allocates the encoded shard in addition. ``"auto"`` chooses among the codecs of
             ``topology.codec_rates``, or none. ``"bf16-lossless"`` encodes bf16 without loss; ``"delta"`` sends the
-            changes since ``base``. A :class:`~reshard.compression.Policy` with nothing but ``pp`` stands for its codec.
+            changes since ``base``. A :class:`~reshard.compression.Policy` with only ``pp`` means that codec.
         max_error: limit on the error of each tensor, as the L2 norm of the error over the L2 norm of the values of all
             source shards. The ranks measure it while they encode, and agree on it before any data moves. Blocks that
             have NaN or infinity before coding do not count. With ``"auto"`` it also limits the choice of codecs, see

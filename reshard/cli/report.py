@@ -41,7 +41,7 @@ def describe_plan(plan: Plan, max_lines: int = 40, plan_auto: Callable[[], Plan]
 
 
 def _describe_faster(report: CostReport, plan_auto: Callable[[], Plan]) -> list[str]:
-    """A line that says how long the plan of ``auto`` takes, if that is clearly faster than a plan; else none."""
+    """A line with the time of the plan of ``auto`` if that plan is clearly faster; else no line."""
     limit = _FASTER * report.predicted_seconds
     if report.lower_bound_seconds > limit:  # no plan is
         return []

@@ -1,4 +1,4 @@
-"""The lossless codec ``delta``: what changed in an array since a base that the receiver holds.
+"""The lossless codec ``delta``: the changes of an array since a base that the receiver holds.
 
 One byte counts the unchanged words before each changed one, and one byte holds the difference in units in the last
 place; ``native/codecs/delta.h`` describes the format. If 1 % of bf16 values change by a few units, the differences are
@@ -38,7 +38,7 @@ def read_plain(data: np.ndarray, words: np.ndarray) -> bool:
 
 
 def encode_delta(words: np.ndarray, base: np.ndarray | None, out: np.ndarray, width: int) -> int:
-    """Encode what changed since the base, or the plain bytes if there is no base or they are fewer.
+    """Encode the changes since the base. Without a base, or if the changes take more bytes, copy the plain bytes.
 
     Args:
         words, base: flat uint8 of equal size.

@@ -100,7 +100,7 @@ class ElementCodec(ABC):
         return self.num_elements(shape, num_row_dims) * self.element[1]
 
     def check_size(self, encoded: Any, plain: Any, num_row_dims: int | None) -> None:
-        """Raise ArgumentError unless ``encoded`` has the bytes that ``plain`` is encoded in."""
+        """Raise ArgumentError unless ``encoded`` has the size of the encoding of ``plain``."""
         given, needed = math.prod(encoded.shape), self.nbytes(plain.shape, num_row_dims)
         if given != needed or encoded.dtype.itemsize != 1:
             raise ArgumentError(

@@ -65,7 +65,7 @@ class SumState:
     handles: list[Any] = field(default_factory=list)
 
     def __deepcopy__(self, memo: Any) -> None:
-        """None: the hooks stay at the parameter, so a copy of it needs a new declaration."""
+        """Return None. The hooks stay at the parameter, so a copy of the parameter needs a new declaration."""
 
 
 _STATE = "_reshard_gradient_sum"

@@ -19,7 +19,7 @@ Pairs = Sequence[tuple[str, torch.Tensor]]
 class Order:
     """The order to install ``version`` of a trainer. The first worker appends its failure, or none, to ``answer``.
 
-    ``host`` and ``port`` are those of the trainer's store, and ``trainer`` differs from that of any other trainer.
+    ``host`` and ``port`` are the address of the trainer's store. ``trainer`` is unique among all trainers.
     """
 
     host: str

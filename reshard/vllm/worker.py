@@ -57,7 +57,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One worker of an engine. All workers of the engine hold one version, and keep it if an update fails."""
+    """One worker of an engine. All workers of the engine hold the same version, and keep it if an update fails."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -97,14 +97,15 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
 
     def start_weight_update(self) -> None:
-        """Nothing: the old version serves until the new one is there on all workers."""
+        """Do nothing. The old version serves until all workers have the new one."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Install a version. If that fails, the engine keeps its version, or refuses requests if it has lost it.
 
         Raises:
-            ReshardError: the version is not there; on the last worker only, for vLLM reads the answers of workers in
-                order, and none beyond the first error. Call ``finish_weight_update`` before the next update.
+            ReshardError: the engine did not get the version. Only the last worker raises it, because vLLM reads the
+                answers of the workers in order and stops at the first error. Call ``finish_weight_update`` before the
+                next update.
         """
         with self._raised_once():
             self.receive_weights(self.parse_update_info(update_info))
@@ -130,7 +131,7 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._refusal = None
 
     def finish_weight_update(self) -> None:
-        """Nothing: :meth:`update_weights` has done all."""
+        """Do nothing. :meth:`update_weights` has done everything."""
 
     def shutdown(self) -> None:
         """Stop receiving. The engine keeps its version."""
@@ -165,7 +166,7 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @contextmanager
     def _raised_once(self) -> Iterator[None]:
-        """Raise an error of ours, or of vLLM for arguments, which all workers have, on the last one only."""
+        """Raise a ReshardError or a ValueError of vLLM on the last worker only. All workers have the same error."""
         try:
             yield
         except (ReshardError, ValueError):

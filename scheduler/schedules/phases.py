@@ -1,4 +1,4 @@
-"""Parts that orders of known schedules share."""
+"""Building blocks that the orders of several known schedules share."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class RowActions:
 
 
 def first_microbatches(actions: Sequence[Action], num_microbatches: int) -> list[Action]:
-    """The actions of the first microbatches. A forward that overlapped a backward that is gone overlaps nothing."""
+    """The actions of the first microbatches. A forward whose overlapped backward is removed overlaps nothing."""
     kept: list[Action] = []
     for nth, action in enumerate(actions):
         if action.microbatch >= num_microbatches:

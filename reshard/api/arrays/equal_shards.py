@@ -1,4 +1,4 @@
-"""Ranks that seem to pass the whole tensor each, where a shard is wanted: their shards are equal, and not constant."""
+"""Detection of a common mistake: each rank passes the whole tensor in place of its shard. The shards are then equal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _MAX_DIMS = 3
 
 
 def digest_corners(shard: torch.Tensor) -> int | None:
-    """The digest of the first and the last elements of a shard on the CPU; None if they tell nothing.
+    """The digest of the first and the last elements of a shard on the CPU.
 
-    They tell nothing if they are all equal, or if there are none.
+    None if there are no such elements, or if all of them are equal, as in a tensor of zeros: equal digests of such
+    shards would mean nothing.
     """
     from reshard.runtime.array_bytes import contiguous, flat_bytes
 

@@ -20,7 +20,8 @@ from reshard.runtime.array_bytes import contiguous
 from reshard.sharding import Layout, Mesh, TensorSpec
 
 Arrays = Mapping[int, torch.Tensor]
-#: Moves buckets between ranks: from tensors of a plan, and ``{rank: bytes}`` of each, to the same of the receivers.
+#: A function that moves buckets between ranks. It takes the tensors of a plan and the ``{rank: bytes}`` of each tensor
+#: on the senders, and returns the ``{rank: bytes}`` of each tensor on the receivers.
 Move = Callable[[Sequence[TensorSpec], Sequence[Mapping[int, np.ndarray]]], list[dict[int, np.ndarray]]]
 
 

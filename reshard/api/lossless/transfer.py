@@ -45,7 +45,7 @@ class LosslessReport:
 
     Attributes:
         base: digest of the version to which the differences refer; None if the tensors were sent in full.
-        because: why ``"delta"`` sent them in full; "" otherwise.
+        because: the reason why ``"delta"`` sent the tensors in full; "" otherwise.
         encoded_bytes, plain_bytes: size of all buckets, and of the regions that they encode, each counted once.
     """
 
@@ -60,7 +60,7 @@ class CallArrays(NamedTuple):
 
     Attributes:
         tensors: source shards.
-        bases: those of the last version.
+        bases: source shards of the earlier version.
         outs: destination shards.
     """
 
@@ -227,7 +227,7 @@ class LosslessTransfer:
         return ranks_lost_with_regions_error(lost, names, ranks, self._kept)
 
     def explain(self, error: ReshardError) -> ReshardError:
-        """The error of a failed recovery, with names of tensors in place of buckets, and what every out holds."""
+        """The error of a failed recovery, which names tensors in place of buckets and says what every out holds."""
         if not isinstance(error, RankLostError):
             explained = rebuild_error(type(error).__name__, f"{error}; {self._kept}")
             for note in getattr(error, "__notes__", ()):

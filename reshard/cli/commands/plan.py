@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_layouts(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which tensor moves, from which layout to which."""
+    """Add the options for the tensor and for the layouts of its source and destination."""
     parser.add_argument("--shape", help="global shape, for example 1024,1024,512; empty for a scalar")
     parser.add_argument(
         "--model",

@@ -38,7 +38,7 @@ class Quantize:
     Attributes:
         name: pattern of names, see :class:`reshard.weights.Rename`.
         block: rows and columns of a block.
-        suffix: what the name of the scales has in addition.
+        suffix: suffix that turns the name of a weight into the name of its scales.
 
     Raises:
         ArgumentError: an argument is not valid.
@@ -61,14 +61,14 @@ class _Scratch:
     """Memory in float32 that all bands use in turn, so that no band allocates its own.
 
     Args:
-        device: where it is.
+        device: device of the memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, device=device)
 
     def take(self, shape: Sequence[int]) -> torch.Tensor:
-        """The memory as a tensor of a shape, whose values are those of the last use."""
+        """The memory as a tensor of this shape. It holds the values of the last use."""
         count = math.prod(shape)
         if self._memory.numel() < count:
             self._memory = torch.empty(count, device=self._memory.device)
@@ -129,7 +129,7 @@ class Quantizer:
         return any(mask.any() for mask in self._shared.values())
 
     def measure(self, holdings: Mapping[str, Holding]) -> dict[str, Any]:
-        """The largest magnitudes of what this rank holds of blocks that ranks share, as JSON; for :meth:`quantize`."""
+        """The largest magnitudes of this rank's parts of shared blocks, as JSON; for :meth:`quantize`."""
         max_by_name = {}
         for name, mask in self._shared.items():
             if name in holdings and holdings[name].boxes and mask.any():
@@ -183,7 +183,7 @@ class Quantizer:
             _reuse(known, scales_name, scales.shape, torch.float32, kept).copy_(scales)
 
     def _find_magnitudes(self, name: str, holding: Holding) -> tuple[Box, torch.Tensor]:
-        """The largest magnitude in each block of what a rank holds, and the region of the scales in which they are."""
+        """The largest magnitude of a rank's part of each block, and the region of the scales for these blocks."""
         rows, columns = self._blocks[name]
         boxes = _scale_boxes(holding.boxes, (rows, columns), name)
         outer = tuple((min(lo for lo, _ in pairs), max(hi for _, hi in pairs)) for pairs in zip(*boxes, strict=True))

@@ -1,4 +1,4 @@
-"""Proof that weights have landed: digests of the weights of an engine, compared with those of the trainer."""
+"""Proof that weights have arrived: digests of an engine's weights, compared with digests of the trainer's weights."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class _Region:
     """A region that one rank digests.
 
     Attributes:
-        part: number of the region of the destination that it belongs to.
-        start: where it begins in the piece.
-        slices: where it lies in what the rank holds of the piece.
+        part: number of the region of the destination that contains it.
+        start: its first indices in the piece.
+        slices: its slices in the rank's part of the piece.
     """
 
     part: int
@@ -54,9 +54,9 @@ class _Located:
 
     Attributes:
         arrays, memory: the local shards, and their addresses. A shard may be moved in place, as FSDP does.
-        regions: what is digested.
+        regions: the regions to digest.
         numbers: the numbers of the regions of the destination, ascending.
-        where: for each of ``regions``, its place in ``numbers``.
+        where: for each of ``regions``, its index in ``numbers``.
     """
 
     arrays: dict[str, torch.Tensor]
@@ -78,7 +78,7 @@ class Checker:
 
     Args:
         source, target: the models.
-        pieces: what goes from one to the other.
+        pieces: the pieces that travel from the source to the target.
     """
 
     def __init__(self, source: Manifest, target: Manifest, pieces: Sequence[RegionPair]) -> None:
@@ -104,7 +104,7 @@ class Checker:
         return self._digest(arrays, rank, is_source=True)
 
     def digest_target(self, arrays: Mapping[str, torch.Tensor], rank: int) -> RegionDigests:
-        """The digests of what one rank of the destination holds.
+        """The digests of the regions that one rank of the destination holds.
 
         Args:
             arrays: the local shards of the destination by name, in the dtypes of the source.
@@ -218,7 +218,7 @@ class Checker:
             raise VerificationError(f"{', '.join(wrong[:5])}: the digest differs from that of what the trainer holds")
 
     def add_tensors(self, digests: RegionDigests) -> dict[str, int]:
-        """The digest of each tensor of the source that travels whole, by name, from those of its regions."""
+        """The digest of each tensor of the source that travels whole, by name: the sum over its regions."""
         numbers, values = _to_arrays(digests)
         tensor, names = self._tensors
         of_tensor = tensor[numbers]
@@ -240,14 +240,14 @@ class Checker:
             if piece.source not in seen:
                 seen.add(piece.source)
                 name = piece.source.name
-                # an engine may hold a part of a piece, of which alone there are digests
+                # An engine may hold only a part of a piece. Then there are digests of that part alone.
                 numel[name] = numel.get(name, 0) + int((target.stop - target.start).prod(axis=1).sum())
                 tensor[begin:end] = number.setdefault(name, len(number))
         shapes = {name: self._source.entries[name].shape for name in numel}
         return tensor, [name if numel[name] == math.prod(shapes[name]) else None for name in numel]
 
     def _fill(self, digests: RegionDigests) -> tuple[np.ndarray, np.ndarray]:
-        """The digest of each region, and whether it is there."""
+        """The digest of each region, and whether there is one."""
         known, is_known = np.zeros(self._first[-1], dtype=np.uint64), np.zeros(self._first[-1], dtype=bool)
         numbers, values = _to_arrays(digests)
         known[numbers], is_known[numbers] = values, True

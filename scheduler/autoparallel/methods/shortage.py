@@ -1,4 +1,4 @@
-"""The memory that a problem lacks if no training plan fits."""
+"""The missing memory if no training plan fits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Shortage(NamedTuple):
 def smallest_shortages(problem: SearchProblem) -> list[Shortage]:
     """For each number of microbatches, the training plan that lacks the least memory; the smallest shortage first.
 
-    The list is empty if no stage can have the samples, whatever the memory. A plan that lacks a few bytes here may fit,
-    because all gradients and buffers count here; see :func:`~..costs.device_peaks.peak_of_stage`.
+    The list is empty if no stage can process the samples, even with unlimited memory. A plan that lacks a few bytes
+    here may fit, because all gradients and buffers count here; see :func:`~..costs.device_peaks.peak_of_stage`.
     """
     shortages = []
     for count in problem.microbatch_counts:

@@ -172,7 +172,7 @@ def _find_paths(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _samples_first(shape: tuple[int, ...], sample_dim: int | None) -> tuple[int, ...]:
-    """The shape of one sample with its samples in the first dim. A tensor without samples counts for each of them."""
+    """The shape of one sample, with samples in the first dim. A tensor without samples counts for each sample."""
     if sample_dim is None:
         return (1, *shape)
     return (shape[sample_dim], *shape[:sample_dim], *shape[sample_dim + 1 :])
@@ -300,7 +300,7 @@ def _count_work(
 
 
 def _with_grid(layer: Layer, module: Any, graph: StageGraph, number: int, recorder: SizeRecorder) -> Layer:
-    """The layer with what a grid of :mod:`reshard.parallel` would divide, or the reason why it cannot."""
+    """The layer with the work that a grid of :mod:`reshard.parallel` would divide, or the reason why it cannot."""
     values = [value for value in graph.values if number in (value.writer, *value.readers)]
     refusal = find_grid_refusal(module, values)
     if refusal is not None:

@@ -15,7 +15,7 @@ from .record import TrainingPlanRecord
 
 @dataclass(frozen=True)
 class TrainingPlan(TrainingPlanRecord):
-    """Stages, schedule and microbatches of a training, and what they are predicted to take.
+    """Stages, schedule and microbatches of a training, with their predicted time and memory.
 
     ``Pipe(model, training_plan=found)`` trains it. It is the same on every rank and from run to run.
 
@@ -26,18 +26,18 @@ class TrainingPlan(TrainingPlanRecord):
         num_microbatches, num_samples: numbers of microbatches and of samples of a step.
         schedule_text: the schedule, as :func:`reshard.scheduler.parse_schedule` reads it.
         seconds: predicted seconds of a step, with the sums of gradients.
-        bound_seconds: no plan of this model and profile on all devices is faster; with ``is_bound_of_parts``, no plan
-            on any part of the devices that ``auto`` considers.
+        bound_seconds: lower bound of the seconds of all plans of this model and profile on all devices. With
+            ``is_bound_of_parts``, it also bounds the plans on each part of the devices that ``auto`` considers.
         is_guess: whether the profile is an estimate.
-        graph_hash, profile_hash, cluster_hash: what it was made for.
+        graph_hash, profile_hash, cluster_hash: hashes of the inputs of the search.
         reports, edges: details of each stage and edge.
         alternatives: other candidates, fastest first.
         wider_links_seconds: predicted seconds with the same schedule if links were 10 % faster.
         hosts: host, first rank and end of each host.
         grid_refusals: layers that cannot be on a grid of :mod:`reshard.parallel`, and why: the first of each class.
         ties: sums over stages of the gradients of parameters that they share.
-        ranks: the rank of the cluster that each rank of the plan is on; empty: all ranks in their order. Start the
-            training on these, or pass ``Pipe`` their process group.
+        ranks: for each rank of the plan, its rank in the cluster. Empty: all ranks in their order. Start the training
+            on these ranks, or pass their process group to ``Pipe``.
         num_cluster_ranks: ranks of the cluster, if ``ranks`` is not empty.
         on_all_seconds: predicted seconds of the best plan on all ranks in their order; 0: none fits.
         is_on_all_bound: whether ``on_all_seconds`` is a lower bound of plans with one stage on each rank, because none
