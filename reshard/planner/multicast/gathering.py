@@ -39,7 +39,7 @@ def gathered_multicast(problem: PlanProblem) -> Routes | Transfers:
 
 @dataclass(frozen=True, eq=False)
 class Gathering:
-    """Which rank collects which regions.
+    """Ranks that collect regions, and the regions of each.
 
     Attributes:
         problem: the problem.
