@@ -5,7 +5,7 @@ the lower bound (above a million messages, the predicted time). ``--compare`` al
 other strategies, and the exit status is 1 if one of them is faster than ``auto`` by more than 0.5 %. ``--before``
 repeats each row with another version of the library. No data is moved. One tensor of the pairs is 8 GiB: 65536 x 65536
 bfloat16, on hosts of eight ranks with one NIC of 10 Gbit/s. Exponents of the growth of CPU time and memory are fitted
-for pairs that were planned for several numbers of ranks.
+for pairs that were planned for several numbers of ranks; plans in closed form apart.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.cost import find_bound, simulate
+from reshard.plan import ROTATION
 from reshard.planner import plan_tensors, predict
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Host, Link, Topology
@@ -260,13 +261,14 @@ def run(options: argparse.Namespace) -> int:
     """Print one row per plan, what beats ``auto``, and how time and memory of each pair grow with the ranks."""
     named = [*MODELS, *OTHERS] if options.cases == ["all"] else options.cases
     beaten, record = [], {}
-    planned: dict[str, list[tuple[int, float, float]]] = {}  # pair -> ranks, CPU seconds, MiB of each plan
+    planned: dict[tuple[str, bool], list[tuple[int, float, float]]] = {}  # ranks, CPU seconds, MiB of each plan
     for case in [*(f"{name}/{ranks}" for ranks in options.ranks for name in options.pairs), *named]:
         record = run_one(sys.executable, case, "auto", options.limit, has_loads=options.picture is not None)
         print(f"{case:34} {_format(record)}", flush=True)
         name, _, ranks = case.partition("/")
         if name in PAIRS and "cpu" in record:
-            planned.setdefault(name, []).append((int(ranks), record["cpu"], record["mib"]))
+            figures = int(ranks), record["cpu"], record["mib"]
+            planned.setdefault((name, record["strategy"] == ROTATION), []).append(figures)
         if options.before:
             before = run_one(options.before, case, "auto", options.limit)
             times = (
@@ -286,11 +288,12 @@ def run(options: argparse.Namespace) -> int:
         draw_loads(case, from_json(record["loads"]), record["bound"], record["seconds"], options.picture)
     if len(options.ranks) > 1:
         from microbench.planner.scaling import growth
-    for name, rows in planned.items():
-        if len(options.ranks) > 1 and len(rows) == len(options.ranks):
-            ranks, *figures = zip(*rows, strict=True)
-            time_growth, memory_growth = (growth(ranks, figure) for figure in figures)
-            print(f"{name:34} CPU time ~ ranks^{time_growth:.2f}, memory ~ ranks^{memory_growth:.2f}")
+    for (name, is_closed), rows in planned.items():
+        if len(rows) > 1:
+            numbers, seconds, memory = zip(*rows, strict=True)
+            label = f"{name}, {min(numbers)} to {max(numbers)}{', closed form' * is_closed}"
+            exponents = growth(numbers, seconds), growth(numbers, memory)
+            print(f"{label:34} CPU time ~ ranks^{exponents[0]:.2f}, memory ~ ranks^{exponents[1]:.2f}")
     if options.compare:
         print(f"{len(beaten)} plans of auto are slower by more than {MARGIN:.1%}: {'; '.join(beaten) or 'none'}")
     return int(bool(beaten))

@@ -265,6 +265,9 @@ def _targets() -> dict[str, tuple[Any, Callable[[Any], None]]]:
         make_plan(rows, columns, (16, 8), "float32"),
         make_plan(rows, columns, {"w": (16, 8), "b c": (16, 8)}, "bfloat16", strategy="broadcast_greedy"),
         make_plan(regions, Layout(Mesh.of(2, first_rank=2)), (16, 8), "int8", topology=Topology((0, 0, 1, 1))),
+        make_plan(
+            rows, columns, (16, 8), "int8", topology=Topology((0,) * 4 + (1,) * 6), strategy="gathered_multicast"
+        ),
     )
     layouts = (str(rows), str(columns), str(regions), "('x', None) on Mesh(x=2, y=2; ranks 0-3)")
     schedules = [build(_pipeline(), 3) for build in (scheduler.gpipe, scheduler.one_f_one_b)]

@@ -38,7 +38,7 @@ def test_mutated_plans_that_the_checker_accepts_deliver(seed):
     src, dst, shape, topology = random_problem(seed)
     texts = [
         str(make_plan(src, dst, shape, "int8", topology=topology, strategy=strategy))
-        for strategy in ("auto", "send_recv", "broadcast_greedy")
+        for strategy in ("auto", "send_recv", "broadcast_greedy", "gathered_multicast")
     ]
     num_good = num_bad = 0
     for _ in range(60):

@@ -112,7 +112,7 @@ def test_send_recv_is_ruled_out_unplanned(monkeypatch):
     floor = floor_of_transfers(problem, routes_to_transfers(problem, CANDIDATES["send_recv"](problem)))
     assert Floors(problem).of_direct == pytest.approx(floor, rel=1e-6)
     monkeypatch.setitem(CANDIDATES, "send_recv", None)
-    assert make_plan(src, dst, (8192, 8192), "float32", topology=topology).strategy == "gathered_multicast"
+    assert make_plan(src, dst, (8192, 8192), "float32", topology=topology).strategy == "multicast"
 
 
 def test_broadcasts_of_regions_on_one_host_are_ruled_out_unplanned(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from reshard import (
     CostReport,
     Layout,
     Mesh,
+    TensorSpec,
     Topology,
     check_plan,
     make_plan,
@@ -21,6 +23,8 @@ from reshard import (
 )
 from reshard.errors import PlanError
 from reshard.plan import GATHERED, Plan, Transfers, expand_messages
+from reshard.planner.multicast.gathering import Gathering
+from reshard.planner.strategies.problem import PlanProblem
 from reshard.runtime.cpu import executor
 from reshard.runtime.cpu.verification import TransferDigests, describe_copy
 from tests.support.memory_transport import run_in_threads
@@ -138,3 +142,16 @@ def test_plans_that_gather_what_is_not_there_are_refused():
         _changed(plan, splits=splits)
     with pytest.raises(PlanError, match="only a gathered message comes from several"):
         parse_plan(str(plan).replace("gathered from", "from"))
+
+
+def test_memory_does_not_grow_with_messages_times_receivers():
+    """512 receivers need each region, so a row of receivers for each message would take 4 KiB each."""
+    src, dst = Layout(Mesh.of("64x8"), "S01 R"), Layout(Mesh.of("64x8", first_rank=512), "R R")
+    problem = PlanProblem.of([TensorSpec((512, 64), "int8", src, dst)], _hosts(128))
+    gathering = Gathering.find(problem)
+    tracemalloc.start()
+    transfers = gathering.plan()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (transfers.source == GATHERED).any()
+    assert peak < 4096 * len(transfers)

@@ -100,8 +100,10 @@ class Gathering:
         if not (np.diff(transfers.edge_at) == 1).all():
             return None
         task = self._tasks_of_boxes(transfers)
-        receivers = self.problem.receivers[task[transfers.first_box]]
-        stages = ~(receivers == transfers.receiver[:, None]).any(axis=1)
+        receivers, width = self.problem.receivers, len(self.problem.topology.host_by_rank)
+        needs = np.sort((np.arange(len(receivers))[:, None] * width + receivers)[receivers != NO_RANK])
+        key = task[transfers.first_box] * width + transfers.receiver
+        stages = needs[np.minimum(np.searchsorted(needs, key), len(needs) - 1)] != key
         return _Collector(self.problem, transfers, self.holder[task], stages).add()
 
     def _tasks_of_boxes(self, transfers: Transfers) -> np.ndarray:
