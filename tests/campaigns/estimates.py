@@ -79,12 +79,12 @@ def make_exchange(seed: int) -> Plan:
     chance = random.Random(seed)
     num_hosts, num_nics = chance.choice((16, 32, 48, 64, 128)), chance.choice((1, 1, 4, 8))
     num_pods = chance.choice((0, 0, 8))
-    nic = Port.of(chance.choice((1.25e9, 5e10)))
+    nic = Link.of(chance.choice((1.25e9, 5e10)))
     topology = Topology(
         tuple(rank // 8 for rank in range(16 * num_hosts)),
         tuple(Host((nic,) * num_nics, host * num_pods // (2 * num_hosts) if num_pods else None)
               for host in range(2 * num_hosts)),
-        pods=(Port.of(num_hosts * num_nics * nic.egress_bytes_per_second / 8),) * num_pods,
+        pods=(Link.of(num_hosts * num_nics * nic.egress_bytes_per_second / 8),) * num_pods,
         latency_seconds=chance.choice((1e-4, 1e-5)),
         inside_latency_seconds=5e-6,
     )  # fmt: skip

@@ -21,7 +21,7 @@ from .alpa import alpa, num_sums
 from .bmw import bmw, galvatron_released
 from .interleaving import interleaved
 from .joint import joint
-from .moves import neighbours
+from .moves import fewer_microbatches, neighbours
 from .pure import pure
 from .shortage import smallest_shortages
 
@@ -53,8 +53,8 @@ NUM_INTERLEAVED, MAX_INTERLEAVED = 8, 24
 NEAR_INTERLEAVED = 1.1
 #: Standard error of the median of five measurements over their interquartile range.
 ERROR_OF_SPREAD = 0.4
-#: Limit on the moves to a simpler training plan that is as fast.
-MAX_SIMPLER = 20
+#: A simpler training plan is improved by moves if it takes at most this many times as long as a tie may.
+NEAR_TIE = 1.1
 #: A move must shorten the time by at least this fraction.
 MIN_GAIN = 1e-6
 
@@ -194,17 +194,56 @@ def simplify(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> Evalu
         return best
     ties = [item for item in evaluations if not item.short_bytes and item.seconds <= limit]
     best = min(ties, key=lambda item: (item.candidate.complexity, item.rank_key))
-    for _ in range(MAX_SIMPLER):
-        for candidate in neighbours(problem, best.candidate):
-            if candidate.complexity >= best.candidate.complexity or step_bound(problem, candidate) > limit:
+    near = {item.candidate: item for item in evaluations if not item.short_bytes and item.seconds <= limit * NEAR_TIE}
+    tried, left, num_thorough = set(), MOVE_BUDGET, NUM_THOROUGH
+
+    def simpler_tie() -> Evaluation | None:
+        nonlocal left, num_thorough
+        most = best.candidate.complexity
+        others = [item for item in (*near, *neighbours(problem, best.candidate)) if item.complexity < most]
+        others += fewer_microbatches(problem, best.candidate)
+        for candidate in sorted(others, key=lambda item: item.complexity):
+            if candidate.text in tried or step_bound(problem, candidate) > limit:
                 continue
-            simpler = evaluate(problem, candidate, below_seconds=limit)
-            if simpler is not None:
-                best = simpler
-                break
-        else:
-            break
+            tried.add(candidate.text)
+            found = near.get(candidate) or evaluate(problem, candidate, below_seconds=limit * NEAR_TIE)
+            if found is not None and found.seconds > limit:
+                found, left = _shorten(problem, found, limit, left)
+                if found.seconds > limit and num_thorough:
+                    found, num_thorough = _thorough(problem, found), num_thorough - 1
+            if found is not None and found.seconds <= limit:
+                return found
+        return None
+
+    while (simpler := simpler_tie()) is not None:
+        best = simpler
     return best
+
+
+def _shorten(problem: SearchProblem, start: Evaluation, limit: float, budget: int) -> tuple[Evaluation, int]:
+    """Make moves to faster candidates that are no more complex, until one takes at most ``limit`` seconds.
+
+    Args:
+        budget: limit on the computations that are simulated.
+
+    Returns:
+        The last evaluation, and what is left of the budget.
+    """
+    best, gained = start, True
+    while gained and best.seconds > limit:
+        gained = False
+        for candidate in neighbours(problem, best.candidate):
+            target = best.seconds * (1 - MIN_GAIN)
+            if candidate.complexity > start.candidate.complexity or step_bound(problem, candidate) > limit:
+                continue
+            budget -= 3 * candidate.num_microbatches * len(candidate.stages)
+            if budget < 0:
+                return best, 0
+            found = evaluate(problem, candidate, below_seconds=target)
+            if found is not None:
+                best, gained = found, True
+                break
+    return best, budget
 
 
 def _check_candidate(problem: SearchProblem, candidate: Candidate) -> None:

@@ -27,6 +27,13 @@ def neighbours(problem: SearchProblem, candidate: Candidate) -> Iterator[Candida
             yield replace(candidate, method="auto", num_microbatches=other, predicted_seconds=None)
 
 
+def fewer_microbatches(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate with each smaller number of microbatches."""
+    for count in problem.microbatch_counts:
+        if count < candidate.num_microbatches and _is_valid(problem, candidate.stages, count):
+            yield replace(candidate, method="auto", num_microbatches=count, predicted_seconds=None)
+
+
 def _moved_cuts(stages: Stages) -> Iterator[Stages]:
     """One or two layers moved over a cut. They take the choice of the nearest layer of their new stage."""
     for index in range(1, len(stages)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -9,10 +10,13 @@ import pytest
 
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, device_subsets, search
-from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, LayerProfile, device_subsets, search
+from reshard.scheduler.autoparallel.costs.iteration import evaluate
+from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.device_subsets import _ClusterPart, _search_parts, choose_part
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
+from reshard.scheduler.autoparallel.methods.auto import simplify
 from reshard.topology import CodecRate, Topology
 from tests.scheduler.autoparallel.random_searches import least_seconds, make_problem
 
@@ -207,3 +211,27 @@ def test_optional_codecs_that_no_engine_runs_exclude_no_part():
         for problem in (raw, encoded)
     ]
     assert (1, 2) in searched[0] & searched[1]
+
+
+def test_a_simpler_plan_is_found_that_ties_only_after_moves():
+    graph = LayerGraph.transformer(layers=12, hidden=512, heads=16, sequence=256, vocabulary=32000)
+    profile = with_zero_3(LayerProfile.estimate(graph, flops_per_second=3e14), 0.0, 0.1)
+    links = Topology.uniform((0, 0, 1, 1, 2, 2, 3, 3), 12.5e9)
+    problem = SearchProblem(graph, Cluster(links, 2e9), profile, 32)
+
+    def plan(*stages, thorough):
+        ends = [(0, 0), *stages]
+        pairs = [
+            StagePlan(*layers, *ranks, (Choice(),) * (layers[1] - layers[0]))
+            for layers, ranks in (zip(*pair, strict=True) for pair in itertools.pairwise(ends))
+        ]
+        found = evaluate(problem, Candidate("by hand", tuple(pairs), 8), thorough=thorough)
+        assert found is not None
+        return found
+
+    fast = plan((1, 1), (3, 2), (8, 4), (13, 6), (14, 8), thorough=True)
+    slow = plan((4, 2), (8, 4), (11, 6), (14, 8), thorough=False)
+    limit = fast.seconds * (1 + 0.4 * 0.1)
+    assert limit < slow.seconds < 1.1 * limit
+    simple = simplify(problem, [fast, slow])
+    assert simple.candidate.complexity == (8, 0, 4) and simple.seconds <= limit
