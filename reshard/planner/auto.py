@@ -107,8 +107,7 @@ _MAX_SEARCH_WORK, _FEW_RANKS = 2**17, 64
 #: Limit on holders over all regions, for strategies other than send_recv and multicast. They visit each holder.
 _MAX_HOLDINGS = 100_000
 #: Regions are gathered inside the sending hosts only if, otherwise, latencies are at least this fraction of the time.
-#: Smaller gains are uncertain: a prediction counts no CPU time, and no time inside hosts if the topology has no rate.
-_MIN_LATENCY = 0.2
+_MIN_LATENCY = 0.05
 #: Limit on receivers of all regions, padding included, for trying to gather regions inside the sending hosts.
 _MAX_COLLECTED = 2**20
 #: Limit on messages for trying the all-gathers.
