@@ -59,7 +59,7 @@ def test_mutated_plans_that_the_checker_accepts_deliver(seed):
             if num_good <= 8:
                 in_rounds = bool(num_good % 2)
                 # In rounds, buffers count too. They may exceed staging_bytes, which the checker does not check.
-                room = max(plan.staging_bytes, 2**16) if in_rounds else plan.staging_bytes
+                room = max(plan.staging_bytes, 2**17) if in_rounds else plan.staging_bytes
                 _run(dataclasses.replace(plan, staging_bytes=room), in_rounds)
     assert num_good >= 4 and num_bad >= 1, (num_good, num_bad)
 

@@ -271,8 +271,8 @@ class _Collector:
         num_brought[chosen] = num_parts[rows]
         brings_at = np.concatenate([[0], np.cumsum(num_brought)])
         if len(chosen) == len(used):  # a rank sends each region once, so it keeps none
-            parts = ranges(part_at[rows], num_parts[rows])
-            return np.repeat(chosen, num_parts[rows]), parts, brings_at, np.arange(len(parts))
+            in_turn = ranges(part_at[rows], num_parts[rows])
+            return np.repeat(chosen, num_parts[rows]), in_turn, brings_at, np.arange(len(in_turn))
         first, room = part_at.tolist(), slots.tolist()
         staged: dict[int, dict[int, list[int]]] = {}  # rank -> row of used -> entries, oldest first
         before: list[int] = []
@@ -288,8 +288,8 @@ class _Collector:
                 part += pieces
                 before += [transfer] * len(pieces)
             brings += held[row]
-        entries = (np.array(values, dtype=np.int64) for values in (before, part, brings))
-        return next(entries), next(entries), brings_at, next(entries)
+        columns = [np.array(column, dtype=np.int64) for column in (before, part, brings)]
+        return columns[0], columns[1], brings_at, columns[2]
 
 
 def _number_within(group: np.ndarray) -> np.ndarray:
