@@ -166,18 +166,34 @@ def interleave(problem: SearchProblem, evaluations: Sequence[Evaluation], limit_
     """
     if problem.rules.max_stages_per_rank < 2 or limit_seconds == math.inf:
         return []
+    found = _simulate_interleaved(problem, _pipelines(evaluations), limit_seconds, limit_seconds * NEAR_INTERLEAVED)
+    improved = [improve(problem, item) for item in sorted(found, key=order)[:NUM_IMPROVED]]
+    return sorted((item for item in improved if item.seconds < limit_seconds * (1 - MIN_GAIN)), key=order)[:1]
+
+
+def _pipelines(evaluations: Sequence[Evaluation]) -> list[Candidate]:
+    """The candidates of several stages that fit the memory."""
+    return [item.candidate for item in evaluations if not item.short_bytes and len(item.candidate.stages) > 1]
+
+
+def _simulate_interleaved(
+    problem: SearchProblem, plain: Sequence[Candidate], limit_seconds: float, below_seconds: float
+) -> list[Evaluation]:
+    """Interleaved candidates, on the meshes of ``plain`` ones and others, that take less than ``below_seconds``.
+
+    Args:
+        limit_seconds: see :func:`~.interleaving.interleaved`.
+    """
     found: list[Evaluation] = []
-    plain = [item.candidate for item in evaluations if not item.short_bytes and len(item.candidate.stages) > 1]
     left = MOVE_BUDGET
     for candidate in itertools.islice(interleaved(problem, plain[:NUM_INTERLEAVED], limit_seconds), MAX_INTERLEAVED):
         left -= 3 * candidate.num_microbatches * len(candidate.stages)
         if left < 0:
             break
-        evaluation = evaluate(problem, candidate, below_seconds=limit_seconds * NEAR_INTERLEAVED)
+        evaluation = evaluate(problem, candidate, below_seconds=below_seconds)
         if evaluation is not None:
             found.append(evaluation)
-    improved = [improve(problem, item) for item in sorted(found, key=order)[:NUM_IMPROVED]]
-    return sorted((item for item in improved if item.seconds < limit_seconds * (1 - MIN_GAIN)), key=order)[:1]
+    return found
 
 
 def simplify(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -215,9 +231,22 @@ def simplify(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> Evalu
                 return found
         return None
 
-    while (simpler := simpler_tie()) is not None:
+    while (simpler := simpler_tie() or _interleaved_tie(problem, evaluations, best, limit)) is not None:
         best = simpler
     return best
+
+
+def _interleaved_tie(
+    problem: SearchProblem, evaluations: Sequence[Evaluation], best: Evaluation, limit: float
+) -> Evaluation | None:
+    """The simplest interleaved candidate with the next smaller number of microbatches that takes at most ``limit``."""
+    counts = [count for count in problem.microbatch_counts if count < best.candidate.num_microbatches]
+    if not counts or problem.rules.max_stages_per_rank < 2:
+        return None
+    fewer = problem.changed(microbatch_counts=(max(counts),))
+    plain = [replace(item, num_microbatches=max(counts)) for item in _pipelines(evaluations)]
+    found = _simulate_interleaved(fewer, plain, limit, limit)
+    return min(found, key=lambda item: (item.candidate.complexity, item.rank_key), default=None)
 
 
 def _shorten(problem: SearchProblem, start: Evaluation, limit: float, budget: int) -> tuple[Evaluation, int]:

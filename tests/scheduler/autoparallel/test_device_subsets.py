@@ -213,25 +213,31 @@ def test_optional_codecs_that_no_engine_runs_exclude_no_part():
     assert (1, 2) in searched[0] & searched[1]
 
 
+def simulate_plan(problem, num_microbatches, *ends, thorough=False):
+    """The evaluation of stages that end at these layers and ranks, each of replicas."""
+    pairs = itertools.pairwise([(0, 0), *ends])
+    stages = [StagePlan(first, end, rank, stop, (Choice(),) * (end - first)) for (first, rank), (end, stop) in pairs]
+    return evaluate(problem, Candidate("by hand", tuple(stages), num_microbatches), thorough=thorough)
+
+
 def test_a_simpler_plan_is_found_that_ties_only_after_moves():
     graph = LayerGraph.transformer(layers=12, hidden=512, heads=16, sequence=256, vocabulary=32000)
     profile = with_zero_3(LayerProfile.estimate(graph, flops_per_second=3e14), 0.0, 0.1)
     links = Topology.uniform((0, 0, 1, 1, 2, 2, 3, 3), 12.5e9)
     problem = SearchProblem(graph, Cluster(links, 2e9), profile, 32)
-
-    def plan(*stages, thorough):
-        ends = [(0, 0), *stages]
-        pairs = [
-            StagePlan(*layers, *ranks, (Choice(),) * (layers[1] - layers[0]))
-            for layers, ranks in (zip(*pair, strict=True) for pair in itertools.pairwise(ends))
-        ]
-        found = evaluate(problem, Candidate("by hand", tuple(pairs), 8), thorough=thorough)
-        assert found is not None
-        return found
-
-    fast = plan((1, 1), (3, 2), (8, 4), (13, 6), (14, 8), thorough=True)
-    slow = plan((4, 2), (8, 4), (11, 6), (14, 8), thorough=False)
+    fast = simulate_plan(problem, 8, (1, 1), (3, 2), (8, 4), (13, 6), (14, 8), thorough=True)
+    slow = simulate_plan(problem, 8, (4, 2), (8, 4), (11, 6), (14, 8))
     limit = fast.seconds * (1 + 0.4 * 0.1)
     assert limit < slow.seconds < 1.1 * limit
     simple = simplify(problem, [fast, slow])
     assert simple.candidate.complexity == (8, 0, 4) and simple.seconds <= limit
+
+
+def test_several_stages_on_the_same_ranks_save_microbatches_in_a_tie():
+    graph = LayerGraph.transformer(layers=24, hidden=1024, heads=16, sequence=256, vocabulary=32000)
+    profile = with_zero_3(LayerProfile.estimate(graph, flops_per_second=6e13), 0.0, 0.2)
+    problem = SearchProblem(graph, Cluster(Topology.uniform((0, 1, 2, 3), 12.5e9), 3.5e9), profile, 32)
+    fast = simulate_plan(problem, 16, (8, 1), (15, 2), (21, 3), (26, 4), thorough=True)
+    simple = simplify(problem, [fast])
+    assert simple.candidate.complexity == (8, 0, 8) and simple.candidate.is_interleaved
+    assert fast.seconds < simple.seconds <= fast.seconds * (1 + 0.4 * 0.2)
