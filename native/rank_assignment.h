@@ -3,7 +3,7 @@
 // A chunk is sent piece by piece. The sender of a piece is a rank at the sending NIC that has the piece. The receiver
 // is a rank at the receiving NIC that needs it. If a NIC has no such rank, another rank at the NIC stages the piece.
 // The receiver forwards the piece to all ranks of its host that need it, along a chain or, for many ranks, a binary
-// tree. Among several candidates, the NIC keeps the rank that it used last, until that rank is `run` pieces ahead of
+// tree. Among several candidates, the NIC keeps the rank that it used last, until that rank is `max_lead` pieces ahead of
 // the least loaded rank. Each change of rank costs time, because one rank waits for the other.
 //
 // A rank stages at most MAX_STAGED pieces for others. Beyond that it drops the oldest one. If the piece is needed
@@ -161,7 +161,7 @@ class RankAssignment {
         return *std::min_element(ranks.begin(), ranks.end(), [&](int64_t a, int64_t b) { return load[a] < load[b]; });
     }
 
-    // Returns the rank used last, unless its load is at least `run` pieces above that of the least loaded rank.
+    // Returns the rank used last, unless its load is at least `max_lead` pieces above that of the least loaded rank.
     int64_t keep_or_least(const std::vector<int64_t> &ranks, const std::vector<int64_t> &load, int64_t last,
                           int64_t nbytes) const {
         const int64_t first = least(ranks, load);
@@ -275,7 +275,7 @@ class RankAssignment {
         }
         std::vector<Copy> &copies = place->copies;
         const bool is_held = std::any_of(copies.begin(), copies.end(), [](const Copy &c) { return c.message < 0; });
-        // Prefers holders. Without one, prefers the rank where the piece arrived, or no rank if `run` is at most 1.
+        // Prefers holders. Without one, prefers the rank where the piece arrived, or no rank if `max_lead` is at most 1.
         const auto comes_first = [&](const Copy &copy) {
             return is_held ? copy.message < 0 : workload_.max_lead <= 1 || &copy == &copies.front();
         };

@@ -1,6 +1,7 @@
-// All prices of ports at once, by Newton's method on the dual of proportional fairness (see proportional_fairness.h):
+// Prices of all ports at once, found by Newton's method on the dual of proportional fairness (see proportional_fairness.h):
 // minimize the sum of price times capacity over the ports, minus the sum of the logarithms of the costs of the flows.
-// The flows of one path are one bundle. It takes a few rounds where one port after another takes tens of sweeps.
+// The flows of one path are one bundle. Newton's method needs a few rounds. Setting one price after another needs tens
+// of sweeps.
 //
 // tests/reference/proportional_fairness.py does the same floating point operations in the same order.
 

@@ -99,7 +99,8 @@ class Handle:
     """A transfer in progress, which runs in the background whether or not :meth:`wait` is called."""
 
     def __init__(self, watch: Watch, finish: Callable[[], Any]) -> None:
-        self._watch, self._finish = watch, finish  # what the threads share that run the transfer; returns the result
+        self._watch = watch  # the state that the threads of the transfer share
+        self._finish = finish  # returns the result
         self._pid = os.getpid()
         self._finishing, self._is_finishing = threading.RLock(), False
         self._interruption: str | None = None  # class of the exception that interrupted ``finish``

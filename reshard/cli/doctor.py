@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from reshard.cli.machine import MIN_OPEN_FILES, examine_installation
 from reshard.cli.progress import show_progress
-from reshard.coordination import own_address, serve_store
+from reshard.coordination import family_of, is_loopback, own_address, serve_store
 from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.timeouts import check_timeout
@@ -133,7 +133,8 @@ def _setting(name: str) -> str | None:
 
 
 def _listen(store: dist.Store) -> socket.socket:
-    return socket.create_server((own_address(store), 0), backlog=256)
+    address = own_address(store)
+    return socket.create_server((address, 0), family=family_of(address), backlog=256)
 
 
 def _all_gather(store: dist.Store, what: str, value: Any, rank: int, size: int, timeout_seconds: float) -> list[Any]:
@@ -217,7 +218,7 @@ def find_problems(facts_by_rank: Sequence[Facts], unreached: Sequence[tuple[int,
         for name in filter(None, facts["interface"].split(",")):
             if name not in facts["interfaces"]:
                 found.append(f"GLOO_SOCKET_IFNAME names {name!r}, but the host has {', '.join(facts['interfaces'])}")
-        if len(hosts) > 1 and facts["address"].startswith("127."):
+        if len(hosts) > 1 and is_loopback(facts["address"]):
             found.append(
                 f"the address of the host is {facts['address']}, which other hosts cannot reach; set "
                 "GLOO_SOCKET_IFNAME to an interface that all hosts can reach"

@@ -147,6 +147,9 @@ def decode_piece(data: np.ndarray, words: np.ndarray, width: int) -> None:
     header = int(data[0]) if len(data) else -1
     name = _NAME_OF_HEADER.get(header)
     if name is None:
-        raise ArgumentError(f"{len(data)} bytes do not begin as a format of an array of {len(words)} bytes")
+        raise ArgumentError(
+            f"{len(data)} bytes do not encode an array of {len(words)} bytes: "
+            + (f"no lossless format begins with byte {header}" if len(data) else "the header is missing")
+        )
     if not FORMATS[name].decode(data[HEADER_BYTES:], words, width):
         raise ArgumentError(f"{len(data)} bytes are no {name} encoding of an array of {len(words)} bytes")

@@ -5,7 +5,7 @@ Imports :mod:`reshard.runtime` and the packages below it.
 
 from reshard.coordination.call_group import MAX_CACHED, NCCL_ROOT_CAUSE_GRACE_SECONDS, CallGroup, find_call_group
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve, resolve_partial
-from reshard.coordination.groups.addresses import own_address
+from reshard.coordination.groups.addresses import family_of, is_loopback, own_address
 from reshard.coordination.groups.calling_threads import Owner
 from reshard.coordination.groups.joining import join
 from reshard.coordination.groups.messages import Decision, RoundRequest, TensorRequest, describe_error, rebuild_error
@@ -47,10 +47,12 @@ __all__ = [
     "count_call",
     "describe_error",
     "explain_lost_store",
+    "family_of",
     "find_call_group",
     "find_group",
     "gather_reports",
     "has_ended",
+    "is_loopback",
     "is_published",
     "join",
     "keep_exceptions_local",

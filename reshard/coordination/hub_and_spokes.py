@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from reshard.coordination.groups.addresses import is_loopback, own_address
+from reshard.coordination.groups.addresses import family_of, is_loopback, own_address
 from reshard.coordination.groups.messages import read_json
 from reshard.coordination.groups.store import Store
 from reshard.coordination.liveness.lost_ranks import hub_left_error
@@ -153,8 +153,9 @@ class Hub:
         nonce = secrets.token_hex(16)
         self._proof = _prove(nonce, "connect") or nonce
         address = own_address(store.raw)
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = close_in_child(socket.create_server((address, 0), family=family, backlog=len(others) + 8))
+        self._listener = close_in_child(
+            socket.create_server((address, 0), family=family_of(address), backlog=len(others) + 8)
+        )
         self._listener.setblocking(False)
         self._peers: dict[int, _Peer] = {}
         self._unverified: list[_Peer] = []
@@ -338,7 +339,7 @@ class Spoke:
         self._peer = peer
         self.number = -1  # number of the last request
         self.answer: Any = None
-        self.is_deferred = False  # whether the hub has all it needs to answer the last request, but the store
+        self.is_deferred = False  # whether the hub waits only for the store before it answers
         self.has_left = False  # whether the hub said goodbye
         self.reason: Sequence[str] | None = None  # error that it gave
 

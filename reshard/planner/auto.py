@@ -169,7 +169,7 @@ class _Choice:
     def multicast_beats_direct(self) -> bool:
         """Whether multicast is sure to be faster than send_recv. If so, send_recv is not planned."""
         floors = self.floors
-        if floors.of_direct <= floors.of_all * (1 + _GOOD_ENOUGH):
+        if floors.of_direct <= floors.of_ungathered * (1 + _GOOD_ENOUGH):
             return False
         floor, transfers = self.plan("multicast")
         if floor * (1 + _MARGIN) >= floors.of_direct:
@@ -184,7 +184,7 @@ class _Choice:
             return
         direct = ("send_recv", *self.plan("send_recv"))
         first = [direct] if direct[2].first_message[-1] <= _MAX_MESSAGES else []
-        if first and direct[1] <= floors.of_all * (1 + _GOOD_ENOUGH):
+        if first and direct[1] <= floors.of_ungathered * (1 + _GOOD_ENOUGH):
             self.compare(*first.pop())
         if not self.is_good_enough and floors.of_trees <= self.seconds * (1 - _MARGIN):
             first.append(("multicast", *self.plan("multicast")))
@@ -199,7 +199,7 @@ class _Choice:
         """
         floors, num_messages = self.floors, int(self.problem.num_receivers.sum())
         is_first = num_messages <= _FEW_MESSAGES and self.rotated is None
-        if is_first and floors.of_direct <= floors.of_all * (1 + _GOOD_ENOUGH):
+        if is_first and floors.of_direct <= floors.of_ungathered * (1 + _GOOD_ENOUGH):
             self.compare("send_recv", *self.plan("send_recv"))
         if not self.is_good_enough:
             self.compare("multicast", *self.plan("multicast"))
@@ -249,7 +249,7 @@ class _Choice:
     @property
     def is_good_enough(self) -> bool:
         """Whether the best plan is close enough to the lower bound of all strategies to stop."""
-        return self.seconds <= self.floors.of_all * (1 + _GOOD_ENOUGH)
+        return self.seconds <= self.floors.of_ungathered * (1 + _GOOD_ENOUGH)
 
     def plan(self, name: str) -> tuple[float, Transfers]:
         """The transfers that a strategy makes, preceded by a lower bound on their makespan in seconds."""
@@ -263,7 +263,7 @@ class _Choice:
         is_many = (
             name == "multicast" and int(transfers.first_message[-1]) > _MANY_MESSAGES
         )  # the bound takes as long as the time
-        floor = self.floors.of_all if is_many else floor_of_transfers(self.problem, transfers)
+        floor = self.floors.of_ungathered if is_many else floor_of_transfers(self.problem, transfers)
         if name in ("send_recv", "multicast"):
             self.planned[name] = floor, transfers
         return floor, transfers

@@ -40,18 +40,18 @@ class Floors:
         return HostClasses.of(Classes.of(self.problem), self.problem.topology)
 
     @cached_property
-    def of_all(self) -> float:
-        """Lower bound of all strategies: bytes through the busiest port, and messages of regions with one holder."""
+    def of_ungathered(self) -> float:
+        """Lower bound of strategies that do not gather: bytes through the busiest port, and messages of regions with one holder."""
         return self._add_start(max(self._port_seconds, self._single_holder_seconds, self._inside_seconds))
 
     @property
     def of_merged(self) -> float:
-        """Floor of every strategy, also of those that gather regions of several holders in one message."""
+        """Lower bound of all strategies, also of those that gather regions of several holders in one message."""
         return self._add_start(max(self._port_seconds, self._inside_seconds))
 
     @property
     def latency_of_classes(self) -> float:
-        """Latencies at the busiest host if holders send each class once to each host that lacks it. No floor."""
+        """Latencies at the busiest host if holders send each class once to each host that lacks it; not a lower bound."""
         topology, host_classes = self.problem.topology, self.host_classes
         (at, holders), arrivals = host_classes.holders, np.diff(host_classes.destinations[0])
         num_holders = np.diff(at)
@@ -65,7 +65,7 @@ class Floors:
         """Lower bound of ``send_recv``, if all regions have a single holder; otherwise that of every strategy."""
         problem, topology = self.problem, self.problem.topology
         if problem.holders.shape[1] > 1:
-            return self.of_all
+            return self.of_ungathered
         num_hosts, nic = topology.num_hosts, topology.host_by_rank * MAX_NICS + topology.nic_by_rank
         sent, received, pairs = (np.zeros(num_hosts * MAX_NICS) for _ in range(3))  # small regions may share a message
         receivers = np.ascontiguousarray(problem.receivers)
@@ -75,19 +75,19 @@ class Floors:
         for passed, rates, extra in ((sent, topology.nic_rates[0], pairs), (received, topology.nic_rates[1], 0.0)):
             rate = np.broadcast_to(rates[:num_hosts], (num_hosts, MAX_NICS)).ravel()
             seconds = max(seconds, float((passed / rate + extra * topology.latency_seconds).max(initial=0.0)))
-        return max(self.of_all, self._add_start(seconds) * (1 - _ROUNDING))
+        return max(self.of_ungathered, self._add_start(seconds) * (1 - _ROUNDING))
 
     @cached_property
     def of_trees(self) -> float:
         """Lower bound of strategies that send each class of regions separately, once to each host that lacks it."""
         topology, host_classes = self.problem.topology, self.host_classes
         if not host_classes.moves.any():
-            return self.of_all
+            return self.of_ungathered
         hosts = np.unique(np.concatenate([host_classes.holders[1], host_classes.destinations[1]])).tolist()
         rates = [nic.egress_bytes_per_second for h in hosts for nic in topology.host(h).nics]
         arrivals = np.diff(host_classes.destinations[0])[host_classes.host_class]
         work = float((arrivals * (host_classes.classes.nbytes + topology.latency_seconds * min(rates))).sum())
-        return max(self.of_all, self._add_start(work / sum(rates)))
+        return max(self.of_ungathered, self._add_start(work / sum(rates)))
 
     @cached_property
     def of_broadcasts(self) -> float:
@@ -98,7 +98,7 @@ class Floors:
         """
         topology, host_classes = self.problem.topology, self.host_classes
         if not host_classes.moves.any():
-            return self.of_all
+            return self.of_ungathered
         classes, hosts = host_classes.classes, np.diff(host_classes.destinations[0])[host_classes.host_class]
         first = host_classes.destinations[1][host_classes.destinations[0][:-1][host_classes.host_class[hosts > 0]]]
         ranks = classes.receivers[hosts > 0]
@@ -164,7 +164,7 @@ class Floors:
         task, replica = np.nonzero(problem.receivers != NO_RANK)
         count = np.bincount(problem.receivers[task, replica], weights=forwards[task])
         latency = min(topology.latency_seconds, topology.inside_latency_seconds)
-        return max(self.of_all, self._add_start(float(count.max(initial=0.0)) * latency))
+        return max(self.of_ungathered, self._add_start(float(count.max(initial=0.0)) * latency))
 
     @cached_property
     def of_ring(self) -> float:
@@ -172,7 +172,7 @@ class Floors:
         problem, cuts = self.problem, global_cuts(self.problem)
         task = np.flatnonzero(cuts >= 0)
         if not len(task):
-            return self.of_all
+            return self.of_ungathered
         host, table = problem.topology.host_by_rank, problem.receivers[task]
         width = len(host)
         key = np.where(table == NO_RANK, np.iinfo(np.int64).max, host[table] * width + table)

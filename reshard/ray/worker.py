@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from reshard.api.call import reshard
 from reshard.api.options import TransferOptions
-from reshard.coordination import Group, describe_error, join, report_dead, serve_store
+from reshard.coordination import Group, describe_error, family_of, join, report_dead, serve_store
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
 from reshard.sharding import AnyLayout, cut_shards
@@ -90,7 +90,7 @@ class StoreServer:
 
     def __init__(self) -> None:
         self.address = ray.util.get_node_ip_address()
-        self._store = serve_store(socket.create_server((self.address, 0), backlog=1024))
+        self._store = serve_store(socket.create_server((self.address, 0), family=family_of(self.address), backlog=1024))
 
     def where(self) -> tuple[str, int]:
         """Address and port of the store."""

@@ -39,14 +39,14 @@ class SimulatedOrder:
 
     Attributes:
         order: computations of each pp rank.
-        policy: policy of list scheduling that made it; None for a known schedule.
+        rule: rule of list scheduling that made it; None for a known schedule.
         seconds: makespan.
         peak_bytes: peak bytes of all pp ranks together.
         num_actions: number of computations.
     """
 
     order: Order
-    policy: DispatchRule | None
+    rule: DispatchRule | None
     seconds: float
     peak_bytes: float
     num_actions: int
@@ -77,7 +77,7 @@ def auto_schedule(
 ) -> Schedule:
     """Search for the fastest schedule by :func:`simulate_schedule`. Gives up at most 0.3 % of its speed to save memory.
 
-    Candidates are the known schedules of the placement, and schedules by list scheduling under many policies: a pp rank
+    Candidates are the known schedules of the placement, and schedules by list scheduling under many rules: a pp rank
     begins a forward if its stages together have the memory for it. The result is at least as fast as every known
     schedule that keeps no more on any pp rank. A larger limit for all pp ranks never makes it slower.
 
@@ -175,12 +175,12 @@ class _AllLevels:
             if candidate is not None:
                 yield candidate, self.model.peak_bytes(order)
 
-    def measure(self, order: Order, policy: DispatchRule | None) -> SimulatedOrder | None:
+    def measure(self, order: Order, rule: DispatchRule | None) -> SimulatedOrder | None:
         """A candidate; None if its order deadlocks."""
         seconds = self.model.makespan_seconds(order)
         if seconds == math.inf:
             return None
-        return SimulatedOrder(order, policy, seconds, sum(self.model.peak_bytes(order)), sum(map(len, order)))
+        return SimulatedOrder(order, rule, seconds, sum(self.model.peak_bytes(order)), sum(map(len, order)))
 
     def default_bytes(self) -> float:
         """Bytes that each pp rank may keep if no limit is given; see :func:`auto_schedule`."""
@@ -217,7 +217,7 @@ class _AllLevels:
             while good < tried < bad:
                 order = list(candidate.order)
                 order[pp_rank] = join(order[pp_rank], tried, len(self.pp_ranks))
-                joined = candidate if order == candidate.order else self.measure(order, candidate.policy)
+                joined = candidate if order == candidate.order else self.measure(order, candidate.rule)
                 if joined is candidate or (joined is not None and joined.is_better(candidate)):
                     candidate, good = joined, tried
                 else:
@@ -245,19 +245,19 @@ class _LevelSearch:
 
     def run(self) -> SimulatedOrder | None:
         """The best candidate; None if there is none."""
-        for policy in self.policies():
-            self.try_policy(policy)
+        for rule in self.rules():
+            self.try_rule(rule)
         self.improve()
         return best(self.known if self.listed is None else [*self.known, self.listed])
 
-    def try_policy(self, policy: DispatchRule) -> bool:
-        """Keep the order of a policy if it is the best so far. Returns whether it is."""
-        if policy in self.tried or self.tries_left <= 0 or self.is_optimal:
+    def try_rule(self, rule: DispatchRule) -> bool:
+        """Keep the order of a rule if it is the best so far. Returns whether it is."""
+        if rule in self.tried or self.tries_left <= 0 or self.is_optimal:
             return False
-        self.tried.add(policy)
+        self.tried.add(rule)
         self.tries_left -= 1
-        order = self.search.model.order(policy)
-        candidate = None if order is None else self.search.measure(order, policy)
+        order = self.search.model.order(rule)
+        candidate = None if order is None else self.search.measure(order, rule)
         if candidate is None or (self.listed is not None and not candidate.is_better(self.listed)):
             return False
         self.listed = candidate
@@ -268,7 +268,7 @@ class _LevelSearch:
         """Whether the best by list scheduling is as fast as the lower bound."""
         return self.listed is not None and self.listed.seconds <= self.enough_seconds
 
-    def policies(self) -> Iterator[DispatchRule]:
+    def rules(self) -> Iterator[DispatchRule]:
         """Policies with all choices, the most promising first."""
         num, count = len(self.search.pp_ranks), self.search.num
         everything = (count,) * num
@@ -287,24 +287,24 @@ class _LevelSearch:
                     yield replace(base, patience=patience, weights_first=weights_first, forward_first=forward_first)
 
     def improve(self) -> None:
-        """Hill climbing: apply changes of the policy while one gives a better schedule."""
+        """Hill climbing: apply changes of the rule while one gives a better schedule."""
         improved = True
         while improved and self.tries_left > 0 and self.listed is not None:
-            improved = any(self.try_policy(change) for change in self.changes(self.listed))
+            improved = any(self.try_rule(change) for change in self.changes(self.listed))
 
     def changes(self, candidate: SimulatedOrder) -> Iterator[DispatchRule]:
         """Policies with the depth of one stage changed by one, or its backward not split."""
-        policy = candidate.policy
-        assert policy is not None
+        rule = candidate.rule
+        assert rule is not None
         reached = in_flight(candidate.order, len(self.search.pp_ranks))
         for stage, depth in enumerate(reached):
             for changed in (depth - 1, depth + 1):
                 if 1 <= changed <= self.search.num:
                     depths = (*reached[:stage], changed, *reached[stage + 1 :])
-                    yield replace(policy, max_in_flight=depths)
-            if policy.splits[stage]:
-                whole = tuple(split and other != stage for other, split in enumerate(policy.splits))
-                yield replace(policy, splits=whole)
+                    yield replace(rule, max_in_flight=depths)
+            if rule.splits[stage]:
+                whole = tuple(split and other != stage for other, split in enumerate(rule.splits))
+                yield replace(rule, splits=whole)
 
 
 def in_flight(order: Order, num_stages: int) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ class TrainingJob:
         checkpoint: folder to save to; None: do not save.
         save_every: steps between saves; 0: at the end only.
         resume: continue from the newest checkpoint there, if there is one.
-        trust_pickle: even if it is pickled.
+        trust_pickle: load a checkpoint even if it contains pickled objects.
         training_plan: cuts, placements, microbatches and schedule, in place of ``stages``, ``layers`` and ``schedule``.
         dump: folder for tensors of some steps; None: save none.
         report: folder for the losses, a trace and pictures; None: write none.

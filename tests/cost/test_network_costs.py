@@ -72,7 +72,7 @@ def test_no_bound_or_floor_is_above_the_simulated_time(name):
     for strategy, floor in (("send_recv", floors.of_direct), ("multicast", floors.of_trees)):
         plan = _plan(costly, strategy)
         seconds = simulate(plan).makespan_seconds * (1 + 1e-9)
-        assert costly.start_seconds <= floors.of_all <= floor <= seconds
+        assert costly.start_seconds <= floors.of_ungathered <= floor <= seconds
         bound = find_latency_bounds(plan)
         assert bound is None or costly.start_seconds <= bound.any_plan_seconds <= seconds
     rotation = _rotation(costly)

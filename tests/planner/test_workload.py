@@ -143,7 +143,7 @@ def _tried(problem, monkeypatch):
     tried = []
     plan = auto._Choice.plan
     monkeypatch.setattr(auto._Choice, "plan", lambda self, name: tried.append(name) or plan(self, name))
-    monkeypatch.setattr(Floors, "of_all", 0.0)  # no plan is close enough to stop
+    monkeypatch.setattr(Floors, "of_ungathered", 0.0)  # no plan is close enough to stop
     monkeypatch.setattr(auto, "_VARIANT_CUTOFF", np.inf)
     for kind in ("of_trees", "of_broadcasts"):
         monkeypatch.setattr(Floors, kind, 0.0)

@@ -16,6 +16,11 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address in ("::1", "localhost")
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    """The family of an address, IPv4 or IPv6."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def own_address(store: dist.Store) -> str:
     """The address at which other ranks reach this process.
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import socket
 
-from reshard.coordination.groups.addresses import is_loopback, own_address
+from reshard.coordination.groups.addresses import family_of, is_loopback, own_address
 from reshard.coordination.groups.messages import read_json
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import STORE_TIMEOUT_SECONDS, Store
@@ -29,8 +29,9 @@ class Presence:
         with contextlib.suppress(OSError):  # without a port, this rank counts as gone when its heartbeat stops
             if has_descriptors(1):
                 address = own_address(group.store.raw)
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                self._listener = close_in_child(socket.create_server((address, 0), family=family, backlog=64))
+                self._listener = close_in_child(
+                    socket.create_server((address, 0), family=family_of(address), backlog=64)
+                )
                 self._listener.setblocking(False)
                 self._entry = json.dumps([group.hostname, address, self._listener.getsockname()[1]])
 

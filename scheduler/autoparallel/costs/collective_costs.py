@@ -44,7 +44,7 @@ class StagePlace:
         latency, rate = cluster.topology.inside_latency_seconds, cluster.inside_bytes_per_second
         measured = [profile.measured_host_link for profile in profiles if profile.measured_host_link is not None]
         if measured:
-            latency, rate = max(sums[0] for sums in measured), min(sums[1] for sums in measured)
+            latency, rate = max(link[0] for link in measured), min(link[1] for link in measured)
         parts = cluster.hosts_of(first, end)
         nic = min(cluster.nic_bytes_per_second(host) for host, _, _ in parts)
         between = cluster.topology.latency_seconds

@@ -31,7 +31,7 @@ def check_saved(path: Any, state: TrainingState, keep: Any) -> Path:
     """The path of a checkpoint.
 
     Raises:
-        ArgumentError: the path is none, this rank cannot save these objects, or another argument is wrong.
+        ArgumentError: ``path`` is not a path, this rank cannot save these objects, or another argument is wrong.
     """
     step = state.counters["step"]
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**62:
