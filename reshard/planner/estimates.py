@@ -41,7 +41,7 @@ class Floors:
 
     @cached_property
     def of_ungathered(self) -> float:
-        """Lower bound of strategies that do not gather: bytes through the busiest port, and messages of regions with one holder."""
+        """Lower bound of strategies that do not gather: bytes of the busiest port, messages of regions with one holder."""
         return self._add_start(max(self._port_seconds, self._single_holder_seconds, self._inside_seconds))
 
     @property
@@ -51,7 +51,7 @@ class Floors:
 
     @property
     def latency_of_classes(self) -> float:
-        """Latencies at the busiest host if holders send each class once to each host that lacks it; not a lower bound."""
+        """Latencies at the busiest host if holders send each class once to each host that lacks it: no lower bound."""
         topology, host_classes = self.problem.topology, self.host_classes
         (at, holders), arrivals = host_classes.holders, np.diff(host_classes.destinations[0])
         num_holders = np.diff(at)

@@ -24,7 +24,7 @@ from reshard.ragged import NO_RANK
 
 #: Largest size of a chunk that needs no packing. On fast links, latencies would dominate the time of smaller chunks.
 MAX_MULTICAST_CHUNK_BYTES = 32 * 2**20
-#: Value of :attr:`ChunkWorkload.max_lead` if one rank can serve its NIC alone. Ranks that take turns wait for each other.
+#: Value of :attr:`ChunkWorkload.max_lead` if one rank can serve its NIC alone. Ranks in turn wait for each other.
 _UNLIMITED_LEAD = 2**20
 #: Rates that differ by less than this fraction count as equal. Transfers at equal rates end together.
 _RATE_TOLERANCE = 0.04
