@@ -41,7 +41,7 @@ class Floors:
 
     @cached_property
     def of_ungathered(self) -> float:
-        """Lower bound of strategies that do not gather: bytes of the busiest port, messages of regions with one holder."""
+        """Lower bound of strategies that do not gather: busiest port, and messages of regions with one holder."""
         return self._add_start(max(self._port_seconds, self._single_holder_seconds, self._inside_seconds))
 
     @property
