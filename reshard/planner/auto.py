@@ -106,8 +106,11 @@ _MAX_REGIONS = {
 _MAX_SEARCH_WORK, _FEW_RANKS = 2**17, 64
 #: Limit on holders over all regions, for strategies other than send_recv and multicast. They visit each holder.
 _MAX_HOLDINGS = 100_000
-#: Regions are gathered inside the sending hosts only if, otherwise, latencies are at least this fraction of the time.
-_MIN_LATENCY = 0.05
+#: Gathering inside the sending hosts must make a transfer this many times as fast in the simulation, which counts no
+#: CPU time: on hosts with busy CPUs, gathering with a smaller predicted gain was slower (decision 31).
+MIN_GATHER_GAIN = 2.0
+#: Gathering is planned only if, otherwise, latencies are at least this fraction of the time.
+_MIN_LATENCY = 0.25
 #: Limit on receivers of all regions, padding included, for trying to gather regions inside the sending hosts.
 _MAX_COLLECTED = 2**20
 #: Limit on messages for trying the all-gathers.
@@ -158,13 +161,20 @@ class _Choice:
             return
         if self.floors.latency_of_classes < self.seconds * _MIN_LATENCY:
             return
+        limit = self.seconds / MIN_GATHER_GAIN
         gathering = Gathering.find(self.problem)
-        if gathering is None or Floors(gathering.collected).of_trees > self.seconds * (1 - _MARGIN):
+        if gathering is None or Floors(gathering.collected).of_trees > limit:
             return
-        transfers = gathering.plan()
-        if transfers is not None:
-            transfers = routes_to_transfers(self.problem, transfers)
-            self.compare("gathered_multicast", floor_of_transfers(self.problem, transfers), transfers)
+        gathered = gathering.plan()
+        if gathered is None:
+            return
+        transfers = routes_to_transfers(self.problem, gathered)
+        if (
+            floor_of_transfers(self.problem, transfers) <= limit
+            and (seconds := self.makespan(transfers, limit)) <= limit
+        ):
+            self.name, self.best, self.seconds = "gathered_multicast", transfers, seconds
+            self.num_messages = int(transfers.first_message[-1])
 
     def multicast_beats_direct(self) -> bool:
         """Whether multicast is sure to be faster than send_recv. If so, send_recv is not planned."""
