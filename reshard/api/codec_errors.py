@@ -77,4 +77,4 @@ def encode_measured(
 
 
 def _gather(call_group: CallGroup, requests: list[RoundRequest]) -> Decision:
-    return gather_reports(requests, call_group.members, call_group.rendezvous.find_dead())
+    return gather_reports(requests, call_group.members, call_group.rounds.find_dead())

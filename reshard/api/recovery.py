@@ -180,7 +180,7 @@ class Recovery:
 
 
 def _gather_outcomes(call_group: CallGroup, requests: list[RoundRequest]) -> Decision:
-    return gather_reports(requests, call_group.members, call_group.rendezvous.find_dead())
+    return gather_reports(requests, call_group.members, call_group.rounds.find_dead())
 
 
 class FaultTolerantHandle(ConfirmedHandle):

@@ -1,4 +1,4 @@
-"""Coordination of ranks: rendezvous, agreement on each call, and failure detection.
+"""Coordination of ranks: joining, agreement on each call, and failure detection.
 
 Imports :mod:`reshard.runtime` and the packages below it.
 """

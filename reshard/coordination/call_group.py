@@ -1,6 +1,6 @@
 """Call groups: the agreement rounds, error reports and transports that the ranks of one call share.
 
-Only the ranks of the call take part. They agree in rounds (see :mod:`reshard.coordination.rendezvous`). The first
+Only the ranks of the call take part. They agree in rounds (see :mod:`reshard.coordination.agreement_rounds`). The first
 error of a transfer is published in the store, under ``u/<members>/error/<generation>``.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.coordination.agreement_rounds import AgreementRounds
 from reshard.coordination.groups.messages import Decision, RoundRequest, describe_error, name_rank, parse_error
 from reshard.coordination.groups.process_group import Group, check_inside
 from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
@@ -29,7 +30,6 @@ from reshard.coordination.liveness.call_sequence import in_round, record_skipped
 from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.coordination.liveness.lost_ranks import rank_closed_error, rank_unreachable_error
 from reshard.coordination.liveness.status import find_late
-from reshard.coordination.rendezvous import Rendezvous
 from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError, TransferTimeoutError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan import Plan
@@ -62,7 +62,7 @@ class CallGroup:
         self.key = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
         self._store = group.store.under(f"u/{self.key}")
         self._lock, self._aborting = threading.RLock(), threading.RLock()
-        self.rendezvous = Rendezvous(group, members, self._store)
+        self.rounds = AgreementRounds(group, members, self._store)
         self.transfers = 0  # number of fault-tolerant transfers
         self.num_started = 0  # transfers started on a GPU
         self.generation = 0
@@ -88,7 +88,7 @@ class CallGroup:
         timeout_seconds: float,
         fault_tolerant: bool = False,
     ) -> tuple[int, Decision]:
-        """One round, see :meth:`reshard.coordination.rendezvous.Rendezvous.hold`.
+        """One round, see :meth:`reshard.coordination.agreement_rounds.AgreementRounds.run`.
 
         Returns:
             The round number and the decision, which holds no error.
@@ -97,7 +97,7 @@ class CallGroup:
         with self._lock, in_round(self.group):
             request = replace(request, generation=self.generation + (self.broken is not None))
             try:
-                decision = self.rendezvous.hold(request, decide, timeout_seconds, fault_tolerant)
+                decision = self.rounds.run(request, decide, timeout_seconds, fault_tolerant)
             except ReshardError:
                 raise
             except BaseException as error:  # the others may have the decision, and connect or transfer already
@@ -118,7 +118,7 @@ class CallGroup:
 
     def close(self) -> None:
         """Say goodbye to the other ranks and close all connections; the call group cannot be used afterwards."""
-        self.rendezvous.links.close()
+        self.rounds.links.close()
         if self._connections is not None:
             self._connections[1].close()
         if self.idle_runner is not None:
@@ -220,7 +220,7 @@ class CallGroup:
             while lost not in losers and self._store.check([f"broken/{generation}/{lost}"]):
                 losers.add(lost)
                 loser, lost = lost, self._store.read(f"broken/{generation}/{lost}", int)
-        if self.rendezvous.links.find_lost() == lost:
+        if self.rounds.links.find_lost() == lost:
             return rank_closed_error(lost)
         if lost in losers:
             return error
@@ -231,7 +231,7 @@ class CallGroup:
         """The error that a member reported, if any."""
         key = f"error/{generation}"
         if not self._store.check([key]):
-            lost = self.rendezvous.links.find_lost()
+            lost = self.rounds.links.find_lost()
             if lost is None:
                 return None
             return self.fail(generation, rank_closed_error(lost))
@@ -265,7 +265,7 @@ class CallGroup:
         with self._aborting:
             if self.broken is None:
                 self.broken = error
-                self.rendezvous.links.reason = describe_error(error)
+                self.rounds.links.reason = describe_error(error)
                 if self._connections is not None and self._connections[0] == generation:
                     self._connections[1].abort()
             return self.broken

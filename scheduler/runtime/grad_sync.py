@@ -418,7 +418,7 @@ class ReplicaSync:
     def _check_exited(self, purpose: str, check_errors: CheckErrors) -> None:
         """Raise the error that another rank reported, or else an error that names a replica whose process exited."""
         check_errors()
-        rank = self._call_group.rendezvous.links.find_left()
+        rank = self._call_group.rounds.links.find_left()
         if rank is not None:
             raise RemoteError(f"rank {rank}, a replica of stage {self.stage}, exited before it could {purpose}")
 

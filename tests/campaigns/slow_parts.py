@@ -26,7 +26,7 @@ import reshard
 import reshard.api.prepare
 import reshard.api.recovery
 from reshard import Layout, Mesh
-from reshard.coordination import rendezvous
+from reshard.coordination import agreement_rounds
 from reshard.coordination.call_group import CallGroup
 from reshard.coordination.hub_and_spokes import Hub, Spoke
 from reshard.runtime.transport.connections import Connections, GlooTransport
@@ -47,7 +47,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "transfer": (GlooTransport, "recv"),
     "error report": (CallGroup, "fail"),
     "report of outcomes": (reshard.api.recovery.Recovery, "_exchange_outcomes"),
-    "exclusion": (rendezvous, "propose_exclusion"),
+    "exclusion": (agreement_rounds, "propose_exclusion"),
     "answer": (Hub, "answer"),
     "planning the recovery": (reshard.api.recovery, "plan_remainder"),
     "recovery": (reshard.api.recovery.Recovery, "_run_attempt"),

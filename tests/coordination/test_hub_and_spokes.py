@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
+from reshard.coordination.control_connections import ControlConnections
 from reshard.coordination.groups.store import Store
 from reshard.coordination.hub_and_spokes import MAX_STRANGERS, Hub, Spoke
-from reshard.coordination.links import Links
 from reshard.testing.processes import run_processes
 
 ROWS, COLUMNS = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
@@ -178,7 +178,7 @@ def test_all_ranks_name_the_rank_with_another_secret(secrets):
 
 def test_an_end_that_another_thread_has_closed_reads_nothing(ends):
     hub, spoke = ends
-    links = Links((0, 1))
+    links = ControlConnections((0, 1))
     links.hub, links.spoke = hub, None
     hub.close()
     assert links.find_left() is None

@@ -402,7 +402,7 @@ def check_lossless_codec(codec: Any, plan: Plan) -> None:
 
 
 def _gather_survivors(call_group: CallGroup, requests: list[RoundRequest]) -> Decision:
-    return gather_reports(requests, call_group.members, call_group.rendezvous.find_dead())
+    return gather_reports(requests, call_group.members, call_group.rounds.find_dead())
 
 
 def _gather(requests: list[RoundRequest]) -> Decision:

@@ -274,7 +274,7 @@ def _describe_skipped(rank: int, members: Sequence[int], other: int, ranks: Sequ
 def _count_calls(group: Group, ranks: Sequence[int]) -> int:
     """The number of calls of ``ranks`` that this rank has made, or counted as handled."""
     call_group = group.call_groups.get(tuple(ranks))
-    return (call_group.rendezvous.rounds if call_group else 0) + group.acknowledged.get(_hash_ranks(ranks), 0)
+    return (call_group.rounds.num_rounds if call_group else 0) + group.acknowledged.get(_hash_ranks(ranks), 0)
 
 
 def _hash_ranks(ranks: Sequence[int]) -> str:

@@ -59,7 +59,7 @@ def check_rank_status(
         return  # it will notice that this rank has left the call that it waits in
     if waiting and waiting["members"] != list(members) and own_rank in waiting["members"]:
         other = group.call_groups.get(tuple(waiting["members"]))
-        if other is None or other.rendezvous.answered.get(rank, -1) < waiting["attempt"]:
+        if other is None or other.rounds.answered.get(rank, -1) < waiting["attempt"]:
             (a, a_ranks), (b, b_ranks) = sorted([(own_rank, list(members)), (rank, waiting["members"])])
             error = DisagreementError(
                 f"ranks disagree on who takes part: rank {a} calls with ranks {format_ranks(a_ranks)}, "
@@ -94,10 +94,10 @@ def explain_lost_store(group: Group, error: BaseException) -> ReshardError:
     deadline = time.monotonic() + CAUSE_SECONDS
     while True:
         for call_group in list(group.call_groups.values()):
-            reason = call_group.rendezvous.links.find_reason()
+            reason = call_group.rounds.links.find_reason()
             if reason is not None:
                 return rebuild_error(*reason)
-            lost = call_group.rendezvous.links.find_lost()
+            lost = call_group.rounds.links.find_lost()
             if lost is not None:
                 return rank_closed_with_store_error(lost, error)
         if time.monotonic() > deadline:

@@ -10,7 +10,7 @@ from reshard.coordination.hub_and_spokes import Hub, Spoke
 from reshard.forks import call_at_exit
 
 
-class Links:
+class ControlConnections:
     """Control connections of one rank: ``hub`` on the first member only, ``spoke`` on all others only.
 
     Both are None before the rank's first round. ``reason`` is the class and text of the error that ended the last call
@@ -66,7 +66,7 @@ class Links:
         call_at_exit(_close_all, priority=10)
 
 
-_open: weakref.WeakSet[Links] = weakref.WeakSet()
+_open: weakref.WeakSet[ControlConnections] = weakref.WeakSet()
 
 
 def _close_all() -> None:

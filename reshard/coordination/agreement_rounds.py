@@ -1,4 +1,4 @@
-"""Rendezvous: every rank of a call sends a request to the first member, which decides and answers all.
+"""AgreementRounds: every rank of a call sends a request to the first member, which decides and answers all.
 
 The messages travel over the connections of :mod:`reshard.coordination.hub_and_spokes`.
 
@@ -26,12 +26,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reshard.coordination.control_connections import ControlConnections
 from reshard.coordination.groups.joining import check_claims
 from reshard.coordination.groups.messages import Decision, RankStatus, RoundRequest, describe_error, parse_error
 from reshard.coordination.groups.process_group import RESUME_SECONDS, Group
 from reshard.coordination.groups.store import LOST_STORE_SECONDS, ForeignValueError, Store, StoreSilentError
 from reshard.coordination.hub_and_spokes import DeadlineError, Hub, Spoke
-from reshard.coordination.links import Links
 from reshard.coordination.liveness.call_sequence import (
     CallLeftError,
     RoundEndedError,
@@ -79,7 +79,7 @@ PROBE_AGE_SECONDS = 1.5
 
 @dataclass(frozen=True)
 class _RoundArgs:
-    """Arguments of one rank for a round; see :meth:`Rendezvous.hold`."""
+    """Arguments of one rank for a round; see :meth:`AgreementRounds.run`."""
 
     request: RoundRequest
     decide: Callable[[list[RoundRequest]], Decision]
@@ -92,18 +92,18 @@ class _ExclusionError(RoundEndedError):
     """An exclusion carries the decision of the round in which this rank waits."""
 
 
-class Rendezvous:
+class AgreementRounds:
     """The rounds of one set of ranks: ``members``, ascending."""
 
     def __init__(self, group: Group, members: tuple[int, ...], store: Store) -> None:
         self._group, self.members = weakref.ref(group), members
         self._store = store
-        self.rounds = 0  # number of rounds that this rank joined
+        self.num_rounds = 0  # number of rounds that this rank joined
         self.answered: dict[int, int] = {}  # rank -> its last attempt that got an answer
         self._number = 0  # number of the last round that this rank decided
         self._dead: set[int] = set()  # ranks that are dead according to the store
         self._heartbeats = HeartbeatReader(group.store)
-        self.links = Links(members)
+        self.links = ControlConnections(members)
 
     @property
     def group(self) -> Group:
@@ -112,7 +112,7 @@ class Rendezvous:
         assert group is not None
         return group
 
-    def hold(
+    def run(
         self,
         request: RoundRequest,
         decide: Callable[[list[RoundRequest]], Decision],
@@ -135,7 +135,7 @@ class Rendezvous:
         if len(self.members) > 1:  # a rank that cannot start these threads leaves the call before the round
             self._store.start()
             Monitor.of(self.group)  # sends the heartbeats of this rank
-        self.rounds += 1
+        self.num_rounds += 1
         args = _RoundArgs(request, decide, timeout_seconds, fault_tolerant, time.monotonic() + timeout_seconds)
         try:
             decision = self._run_round(args)
@@ -192,7 +192,7 @@ class Rendezvous:
         args = replace(args, request=add_call_counts(request, self.group, self.members))
         try:
             with contextlib.suppress(StoreSilentError):  # checked again while waiting
-                if self.rounds <= 2 or self.group.claim_error:  # again before the first data moves
+                if self.num_rounds <= 2 or self.group.claim_error:  # again before the first data moves
                     check_claims(self.group)
             if args.fault_tolerant and (lost := self._read_lost(args)):
                 return Decision(lost=lost, generation=args.request.generation)
@@ -482,7 +482,7 @@ class Rendezvous:
     def _has_ended(self, rank: int, silent_seconds: float) -> bool:
         """Whether the process of a rank without an open connection, and with an old heartbeat, has ended."""
         if silent_seconds < PROBE_AGE_SECONDS or any(
-            call_group.rendezvous.links.reaches(rank) for call_group in list(self.group.call_groups.values())
+            call_group.rounds.links.reaches(rank) for call_group in list(self.group.call_groups.values())
         ):
             return False
         return has_ended(self.group.store, rank)
