@@ -57,7 +57,7 @@ def test_a_plan_far_above_its_bound_says_what_costs_time_and_what_would_help(tmp
         return {name: text.strip() for name, _, text in lines}
 
     by_default = lines_of()
-    assert by_default["above bound"].startswith("latency (87 %")
+    assert by_default["above bound"].startswith("latency (92 %")
     assert "less than these defaults, which are those of TCP" in by_default["what helps"]
     rdma = {"latency_seconds": 1e-5, "inside_latency_seconds": 5e-6}
     assert lines_of(**rdma)["what helps"].startswith("a larger tensor, or several in one plan: a message between hosts")
