@@ -85,7 +85,7 @@ class _Wire:
 
     def __init__(self, patch):
         self.pp = self.dp = self.zero = 0
-        send, exchange, reduce = GlooTransport.send, ReplicaSync._exchange, ReplicaSync._all_reduce
+        send, exchange, reduce = GlooTransport.send, ReplicaSync._exchange, ReplicaSync._post_sum
 
         def count_send(transport, buffer, *arguments):
             self.pp += buffer.nbytes
@@ -98,11 +98,12 @@ class _Wire:
 
         def count_sum(sync, array, *arguments, **options):
             self.dp += array.nbytes if array.is_floating_point() else 0
-            reduce(sync, array, *arguments, **options)
+            return reduce(sync, array, *arguments, **options)
 
+        patch.setenv("RESHARD_SHARED_MEMORY", "0")  # all transfers go over Gloo, where they are counted
         patch.setattr(GlooTransport, "send", count_send)
         patch.setattr(ReplicaSync, "_exchange", count_exchange)
-        patch.setattr(ReplicaSync, "_all_reduce", count_sum)
+        patch.setattr(ReplicaSync, "_post_sum", count_sum)
 
 
 def _count(rank, policies):

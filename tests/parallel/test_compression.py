@@ -110,6 +110,7 @@ def _count_collectives(patch):
         return start(memory, kind, parts, *rest)
 
     patch.setattr(HostCollectives, "_start", counted_start)
+    patch.setenv("RESHARD_SHARED_MEMORY", "0")  # all transfers go over Gloo, where they are counted
     send = GlooTransport.send
     patch.setattr(GlooTransport, "send", lambda self, buffer, *rest: (
         wire.append(buffer.nbytes), send(self, buffer, *rest))[1])  # fmt: skip

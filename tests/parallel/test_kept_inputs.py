@@ -30,7 +30,7 @@ def count_moved(run):
         return counted
 
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("gather", "reduce_scatter"):
+        for name in ("all_gather", "reduce_scatter"):
             patched.setattr(Axis, name, counting(getattr(Axis, name)))
         run()
     return sum(counts)

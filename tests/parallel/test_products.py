@@ -72,7 +72,7 @@ def check_products(rank, rows, cols, depth):
         local = [x[mine, p_col], z[mine, q_col]], w[p_row, q_col]
         for keeps_weight in (False, True) if rows > 1 else (False,):
             product, counts = Product(grid, shape), []
-            for name in ("_row_axis", "_col_axis", "_layer"):
+            for name in ("_ranks_of_col", "_ranks_of_row", "_layer"):
                 setattr(product, name, CountingAxis(getattr(product, name), counts))
 
             def run(kinds, x, z, product=product, keeps=keeps_weight, weight=local[1], per_row=per_row):
