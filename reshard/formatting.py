@@ -16,9 +16,9 @@ def brief(value: Any, limit: int = 60) -> str:
     """A short text for any value, for error messages: its ``repr``, of at most ``limit`` characters."""
     if type(value) is str and len(value) < limit:
         return repr(value)
-    if isinstance(value, int) and value.bit_length() > 10_000:  # Python refuses to print thousands of digits
-        return "a huge number"
     try:
+        if isinstance(value, int) and value.bit_length() > 10_000:  # Python refuses to print thousands of digits
+            return "a huge number"
         text = reprlib.repr(value)  # repr() would print every use of a YAML alias in full
     except Exception:  # the repr is the caller's
         return f"a {type(value).__name__} that cannot be printed"

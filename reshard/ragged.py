@@ -26,7 +26,8 @@ def distinct_values(values: np.ndarray) -> np.ndarray:
     """The different values, ascending. ``values``: ``(entries,)`` integers, at least 0."""
     size = int(values.max(initial=0)) + 1
     if size > 64 * len(values) + _MAX_MARKED:
-        return np.unique(values)
+        values = np.sort(values)  # faster than hashing them, as np.unique does
+        return values[np.diff(values, prepend=-1) > 0]
     is_present = np.zeros(size, dtype=bool)
     is_present[values] = True
     return np.flatnonzero(is_present)

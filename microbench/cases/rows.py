@@ -6,6 +6,7 @@ third of the study's time. In these rows, each receiving device gets at least 8 
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -183,6 +184,13 @@ def sweep() -> Iterable[Row]:
         )
 
 
+def gathered() -> Iterable[Row]:
+    """Small matrices of which each rank sends a region to every rank of the other hosts, so that latencies decide."""
+    src, dst = Mesh.of("2x4"), Mesh.of("2x4", first_rank=8)
+    for side, (a, b) in itertools.product((128, 1024), (("S01 R", "R S1"), ("S01 R", "R S01"), ("S0 S1", "S1 S0"))):
+        yield from _rows("gathered", "five", (side, side), src, dst, (f"{a} -> {b}, {side} x {side}", a, b, False))
+
+
 def random_rows(seed: int, count: int) -> Iterable[Row]:
     """Random pairs of layouts on three to five hosts of 4 devices; shapes need not be divisible by the meshes."""
     rng = random.Random(seed)
@@ -212,6 +220,7 @@ SUITES = {
     "pods": pods,
     "small": small,
     "sweep": sweep,
+    "gathered": gathered,
 }
 
 

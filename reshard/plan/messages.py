@@ -302,7 +302,7 @@ def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
 
 
 def _list_gathered(transfers: Transfers, rank: int | None) -> dict[int, tuple[int | None, ...]]:
-    """:attr:`Message.gathered` of all gathered transfers, or of those that one rank sends."""
+    """:attr:`Message.gathered` of all gathered transfers, or of the gathered transfers of one rank."""
     chosen = np.flatnonzero(transfers.source == GATHERED)
     if rank is not None:
         chosen = chosen[transfers.sender[transfers.edge_at[chosen]] == rank]

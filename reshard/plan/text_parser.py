@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -159,38 +159,29 @@ def _parse_topology(match: re.Match[str]) -> Topology:
     return replace(Topology.uniform(hosts, float(match[1])), **numbers)
 
 
+@dataclass(frozen=True)
 class TransferRow:
     """One parsed transfer.
 
-    Args:
+    Attributes:
         first_message: id of its first message.
         boxes: ``(tensor, box)`` of each box.
         edges: ``(sender, receiver)`` of each edge of its tree.
         splits: number of chunks along each dim.
         window: number of unfinished messages that the sender may have.
-        source, after: ids of the first messages of the transfers that bring the data, and that must finish before.
-        gathered: ids of the first messages of the transfers that each bring some of the data, in place of ``source``.
+        sources: ids of the first messages of the transfers that bring the data: one, or several if it is gathered.
+        is_gathered: whether each of them brings some of the data only.
+        after: ids of the first messages of the transfers that must finish before.
     """
 
-    def __init__(
-        self,
-        first_message: int,
-        boxes: list[tuple[int, Box]],
-        edges: list[tuple[int, int]],
-        splits: list[int],
-        window: int,
-        source: int | None = None,
-        after: Sequence[int] = (),
-        gathered: Sequence[int] = (),
-    ) -> None:
-        self.first_message, self.boxes, self.edges = first_message, boxes, edges
-        self.splits, self.window = splits, window
-        self.source, self.after, self.gathered = source, after, gathered
-
-    @property
-    def sources(self) -> Sequence[int]:
-        """Ids of the first messages of all transfers that bring data."""
-        return self.gathered if self.source is None else [self.source]
+    first_message: int
+    boxes: list[tuple[int, Box]]
+    edges: list[tuple[int, int]]
+    splits: list[int]
+    window: int
+    sources: list[int]
+    is_gathered: bool
+    after: list[int]
 
 
 def _parse_transfer(match: re.Match[str], tensors: Sequence[TensorSpec]) -> TransferRow:
@@ -221,18 +212,17 @@ def _parse_transfer(match: re.Match[str], tensors: Sequence[TensorSpec]) -> Tran
         edges.extend(itertools.pairwise(ranks))
     splits = [int(split) for split in match[4].split("x")]
     sources, after = ([int(ident) for ident in ids.split(",")] if ids else [] for ids in (match[7], match[8]))
-    gathered = sources if match[6] else []
-    if len(sources) > 1 and not gathered:
+    is_gathered = bool(match[6])
+    if len(sources) > 1 and not is_gathered:
         raise PlanError(f"from {match[7][:80]}: only a gathered message comes from several")
-    source = sources[0] if sources and not gathered else None
-    return TransferRow(int(match[1]), boxes, edges, splits, int(match[5]), source, after, gathered)
+    return TransferRow(int(match[1]), boxes, edges, splits, int(match[5]), sources, is_gathered, after)
 
 
 def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
     """Convert parsed transfers to arrays. ``ndim`` is the largest number of dims of any tensor.
 
     Raises:
-        PlanError: splits do not fit the boxes, a window is less than 1, or ``source`` or ``after`` is not the first
+        PlanError: splits do not fit the boxes, a window is less than 1, or ``sources`` or ``after`` is not the first
             message of an earlier transfer.
     """
     boxes = [box for row in rows for box in row.boxes]
@@ -275,7 +265,7 @@ def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
         after_at=np.cumsum([0] + [len(row) for row in after]),
         after=np.array([i for row in after for i in row], dtype=np.int64),
         source=np.array(
-            [GATHERED if row.gathered else row_of_message[row.sources[0]] if row.sources else -1 for row in rows],
+            [GATHERED if row.is_gathered else row_of_message[row.sources[0]] if row.sources else -1 for row in rows],
             dtype=np.int64,
         ),
     )

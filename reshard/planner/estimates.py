@@ -46,7 +46,7 @@ class Floors:
 
     @property
     def of_merged(self) -> float:
-        """Lower bound of all strategies, also of those that gather regions of several holders in one message."""
+        """Lower bound of all strategies, also of strategies that gather regions of several holders in one message."""
         return self._add_start(max(self._port_seconds, self._inside_seconds))
 
     @property

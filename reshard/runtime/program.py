@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -139,11 +140,16 @@ class Send:
         return self.parts[-1].bytes.stop
 
     @property
+    def sources(self) -> tuple[int, ...]:
+        """Indices of the receives that bring data, in the order of the boxes; empty if the rank holds all data."""
+        if self.forwards is not None:
+            return (self.forwards,)
+        return tuple(source.recv for source in self.gathers if source is not None)
+
+    @cached_property
     def last_source(self) -> int:
         """Index of the last receive that brings some of the data; -1 if the rank holds all of it."""
-        if not self.gathers:
-            return -1 if self.forwards is None else self.forwards
-        return max((source.recv for source in self.gathers if source is not None), default=-1)
+        return max(self.sources, default=-1)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The choice of the directions of edges that are encoded: those that make the simulated iteration shorter."""
+"""The choice of the directions of edges to encode, by the time of the simulated iteration."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class Programs:
             )
 
     def _check_activations(self, schedule: Schedule, outline: BatchOutline, num_samples: int) -> None:
-        """Raise ScheduleError if a schedule keeps more activations than the options allow, whoever built it."""
+        """Raise ScheduleError if a schedule keeps more activations than the options allow."""
         limit = self._options.get("activation_limit_bytes")
         if limit is not None:
             assert self.profile is not None

@@ -253,7 +253,7 @@ class ReadyQueue:
         return self._keeps_sums(index, number) and self._leaves_memory(index)
 
     def _is_after_its_pass(self, action: Action) -> bool:
-        """Whether the pass that this one needs, of its own stage and microbatch, has run."""
+        """Whether the pass of this stage and microbatch that this one needs has run."""
         needs = {Kind.B: Kind.F, Kind.I: Kind.F, Kind.W: Kind.I}.get(action.kind)
         return needs is None or (needs, action.stage, action.microbatch) in self._done
 

@@ -90,9 +90,11 @@ def test_every_element_arrives(in_rounds):
 def test_a_rank_that_gathers_other_bytes_than_it_received_is_named(monkeypatch):
     check = executor._Execution.check_gathered
 
-    def change_and_check(self, op, slot):
-        slot[-1] += 1
-        check(self, op, slot)
+    def change_and_check(self, op, passed_on):
+        *_, parts = passed_on.values()
+        *_, last = parts.values()
+        last[-1] += 1
+        check(self, op, passed_on)
 
     monkeypatch.setattr(executor._Execution, "check_gathered", change_and_check)
     plan = _plan("S0 S1", "S1 S0", (8, 8), "1x2", strategy="gathered_multicast")

@@ -47,7 +47,10 @@ def test_actors_train_as_local_processes_do_which_resume_their_run(drive, tmp_pa
     monkeypatch.chdir(tmp_path)
     status, output, local_errors = _run(tmp_path, *options, "2")
     assert (status, output) == (0, on_ray)
-    assert local_errors.splitlines()[:-1] == errors.splitlines()[:-1]  # the last line says how to go on
+    (*told, last), (*told_locally, last_locally) = errors.splitlines(), local_errors.splitlines()
+    assert told_locally == told
+    assert last == "--resume with a larger --steps continues from kept"
+    assert last_locally == "nothing was saved; with --checkpoint FOLDER a run is saved, and --resume continues it"
     status, resumed, errors = _run(tmp_path, *options, "4", *checkpoint)
     assert status == 0, errors
     assert "gpt3-125m/24 on 1x1,2x1, steps 2 to 4: loss 5." in resumed

@@ -16,7 +16,7 @@ from reshard.planner.multicast.strategy import multicast
 from reshard.planner.strategies.chunking import INSIDE_WINDOW, routes_to_transfers
 from reshard.planner.strategies.problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
-from reshard.ragged import NO_RANK, ranges
+from reshard.ragged import NO_RANK, distinct_values, ranges
 from reshard.sharding import locate_points
 
 #: At most this many ranks put their regions together: the collecting rank stages what the others send.
@@ -77,7 +77,7 @@ class Gathering:
         num_kinds = np.bincount(group[kind[0]], minlength=len(first))  # different sets of holders
         if not (num_kinds > 1).any():
             return None
-        pairs = _distinct(np.repeat(group, is_local.sum(axis=1)) * width + holders[is_local])
+        pairs = distinct_values(np.repeat(group, is_local.sum(axis=1)) * width + holders[is_local])
         count = np.bincount(pairs // width, minlength=len(first))
         begin = np.cumsum(count) - count
         collector = pairs[begin + _number_within(home[first]) % count] % width
@@ -92,9 +92,10 @@ class Gathering:
         return cls(problem, replace(problem, holders=held, destinations=problem.receivers), holder)
 
     def plan(self) -> Transfers | None:
-        """The transfers of :func:`multicast` without local copies, and those that collect regions; None without room.
+        """The transfers of :func:`multicast` without local copies, and transfers that collect regions.
 
-        Each message that collects regions precedes the first message for which its receiver stages them.
+        Each message that collects regions precedes the first message for which its receiver stages them. None if a rank
+        has too few slots to stage them.
         """
         transfers = routes_to_transfers(self.collected, multicast(self.collected))
         if not (np.diff(transfers.edge_at) == 1).all():
@@ -122,6 +123,30 @@ class Gathering:
         return task
 
 
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """Parts of regions. A part is the boxes that one rank sends to the rank that collects the region.
+
+    Attributes:
+        used: ``(regions, 2)`` each region that is collected, and the rank that collects it.
+        row: ``(parts,)`` the row of ``used``, ascending.
+        sender: ``(parts,)`` the rank that sends the part.
+        box_at: ``(parts + 1,)`` part i has the boxes ``box[box_at[i]:box_at[i + 1]]``.
+        box: ids of boxes.
+    """
+
+    used: np.ndarray
+    row: np.ndarray
+    sender: np.ndarray
+    box_at: np.ndarray
+    box: np.ndarray
+
+    @property
+    def receiver(self) -> np.ndarray:
+        """``(parts,)`` the rank that collects the part."""
+        return self.used[self.row, 1]
+
+
 class _Collector:
     """Adds the messages that bring regions to the rank that sends them on.
 
@@ -139,9 +164,9 @@ class _Collector:
         self._is_relay[self._transfers.receiver[stages[kept]]] = True
 
     def _without_staging(self, transfers: Transfers) -> tuple[Transfers, np.ndarray]:
-        """The transfers without those by which a rank gets regions of its own host to stage them: it gathers them.
+        """The transfers that are left if a rank does not stage regions of its host, because it gathers them.
 
-        Also returns the indices of these transfers.
+        Also returns the indices of these transfers among all.
         """
         host = self._problem.topology.host_by_rank
         is_collected = np.minimum.reduceat(self._holder, transfers.box_at[:-1])[transfers.region] >= 0
@@ -169,79 +194,83 @@ class _Collector:
 
     def add(self) -> Transfers | None:
         """The transfers with these messages; None if a rank cannot stage all regions of a message."""
-        transfers, topology = self._transfers, self._problem.topology
-        sender, holder = transfers.sender.copy(), self._holder
-        first, last = transfers.box_at[:-1], transfers.box_at[1:]
-        low, high = (pick.reduceat(holder, first) for pick in (np.minimum, np.maximum))
-        region = transfers.region
-        is_first = (transfers.source < 0) & (low[region] >= 0) & (sender != transfers.receiver)
-        alone = is_first & (low == high)[region]
-        sender[alone] = low[region[alone]]  # all boxes are on one rank, which sends them itself
-        gathers = is_first & ~alone
+        sender, gathers = self._choose_senders()
         if not gathers.any():
             return None
+        parts = self._find_parts(gathers)
+        placed = self._place(gathers, parts)
+        return None if placed is None else self._join(sender, gathers, parts, *placed)
+
+    def _choose_senders(self) -> tuple[np.ndarray, np.ndarray]:
+        """``(transfers,)`` the sender of each transfer, and whether it gathers boxes. A sole holder sends by itself."""
+        transfers, region = self._transfers, self._transfers.region
+        low, high = (pick.reduceat(self._holder, transfers.box_at[:-1]) for pick in (np.minimum, np.maximum))
+        is_first = (transfers.source < 0) & (low[region] >= 0) & (transfers.sender != transfers.receiver)
+        alone = is_first & (low == high)[region]
+        return np.where(alone, low[region], transfers.sender), is_first & ~alone
+
+    def _find_parts(self, gathers: np.ndarray) -> _Parts:
+        """The parts of the regions that these transfers gather."""
+        transfers, holder = self._transfers, self._holder
+        first, width = transfers.box_at[:-1], len(self._problem.topology.host_by_rank)
+        keys = distinct_values(transfers.region[gathers] * width + transfers.sender[gathers])
+        used = np.stack(np.divmod(keys, width), axis=1)
+        count = np.diff(transfers.box_at)[used[:, 0]]
+        box, row = ranges(first[used[:, 0]], count), np.repeat(np.arange(len(used)), count)
+        is_other = holder[box] != used[row, 1]
+        box, row = box[is_other], row[is_other]
+        order = np.lexsort((box, holder[box], row))
+        box, row = box[order], row[order]
+        begins = np.flatnonzero(np.diff(row, prepend=-1) | np.diff(holder[box], prepend=-1))
+        return _Parts(used, row[begins], holder[box[begins]], np.append(begins, len(box)), box)
+
+    def _count_slots(self, parts: _Parts) -> np.ndarray:
+        """``(ranks,)`` the messages that each rank can stage: its slots hold the largest message into it."""
+        transfers, num_ranks = self._transfers, len(self._problem.topology.host_of_rank)
         itemsize = np.array([spec.itemsize for spec in self._problem.tensors], dtype=np.int64)
         nbytes = (transfers.box_stop - transfers.box_start).prod(axis=1) * itemsize[transfers.box_tensor]
-        # parts: the boxes that one rank sends to another for one region
-        width = len(topology.host_by_rank)
-        used = np.stack(np.divmod(_distinct(region[gathers] * width + sender[gathers]), width), axis=1)
-        count = (last - first)[used[:, 0]]
-        box, of_used = ranges(first[used[:, 0]], count), np.repeat(np.arange(len(used)), count)
-        is_other = holder[box] != used[of_used, 1]
-        box, of_used = box[is_other], of_used[is_other]
-        order = np.lexsort((box, holder[box], of_used))
-        box, of_used = box[order], of_used[order]
-        begins = np.flatnonzero(np.diff(of_used, prepend=-1) | np.diff(holder[box], prepend=-1))
-        part_box_at = np.append(begins, len(box))
-        part_sender, part_used = holder[box[begins]], of_used[begins]
-        part_receiver = used[part_used, 1]
-        part_bytes = np.add.reduceat(nbytes[box], begins)
-        arrives = np.zeros(len(topology.host_of_rank), dtype=np.int64)
-        np.maximum.at(arrives, transfers.receiver, np.add.reduceat(nbytes, first)[region])
-        np.maximum.at(arrives, part_receiver, part_bytes)
-        placed = self._place(gathers, used, part_used, arrives)
-        if placed is None:
-            return None
-        before, part, brings_at, brings = placed
-        # the new order: the parts before[k] = i come right before transfer i
-        num, parts = len(transfers), len(part)
+        largest = np.zeros(num_ranks, dtype=np.int64)
+        np.maximum.at(largest, transfers.receiver, np.add.reduceat(nbytes, transfers.box_at[:-1])[transfers.region])
+        np.maximum.at(largest, parts.receiver, np.add.reduceat(nbytes[parts.box], parts.box_at[:-1]))
+        slots = np.array([num_recv_slots(self._problem.staging_bytes, size) for size in largest.tolist()])
+        return slots - _SLOTS_FOR_RELAYS * self._is_relay
+
+    def _join(
+        self, sender: np.ndarray, gathers: np.ndarray, parts: _Parts, before: np.ndarray, part: np.ndarray,
+        brings_at: np.ndarray, brings: np.ndarray,
+    ) -> Transfers:  # fmt: skip
+        """The transfers and the parts in one order; see :meth:`_place` for the last four arguments."""
+        transfers, num, num_parts = self._transfers, len(self._transfers), len(part)
         at = np.arange(num) + np.searchsorted(before, np.arange(num), side="right")
-        at_part = before + np.arange(parts)
-        order = np.empty(num + parts, dtype=np.int64)
-        order[at], order[at_part] = np.arange(num), num + np.arange(parts)
+        at_part = before + np.arange(num_parts)
+        order = np.empty(num + num_parts, dtype=np.int64)
+        order[at], order[at_part] = np.arange(num), num + np.arange(num_parts)
 
         def joined(old: np.ndarray, new: np.ndarray) -> np.ndarray:
             return np.ascontiguousarray(np.concatenate([old, new])[order])
 
-        num_after = np.diff(transfers.after_at)
-        num_brought = np.diff(brings_at)
-        of_old = np.repeat(np.arange(num), num_after)
-        of_new = np.repeat(np.arange(num), num_brought)
-        later = np.concatenate([at[of_new], at[of_old]])
+        counts = np.diff(brings_at), np.diff(transfers.after_at)
+        later = np.concatenate([at[np.repeat(np.arange(num), count)] for count in counts])
         earlier = np.concatenate([at_part[brings], at[transfers.after]])
-        sort = np.argsort(later, kind="stable")
-        source = np.where(transfers.source < 0, -1, at[transfers.source])
-        source[gathers] = GATHERED
-        part_count = np.diff(part_box_at)
-        splits = np.ones((parts, transfers.splits.shape[1]), dtype=np.int64)
+        source = np.where(gathers, GATHERED, np.where(transfers.source < 0, -1, at[transfers.source]))
         return Transfers.unchecked(
-            box_at=np.concatenate([transfers.box_at, transfers.box_at[-1] + np.cumsum(part_count)]),
-            box_tensor=np.concatenate([transfers.box_tensor, transfers.box_tensor[box]]),
-            box_start=np.concatenate([transfers.box_start, transfers.box_start[box]]),
-            box_stop=np.concatenate([transfers.box_stop, transfers.box_stop[box]]),
-            region=joined(region, len(transfers.box_at) - 1 + part),
-            edge_at=np.arange(num + parts + 1),
-            sender=joined(sender, part_sender[part]),
-            receiver=joined(transfers.receiver, part_receiver[part]),
-            splits=joined(transfers.splits, splits),
-            window=joined(transfers.window, np.full(parts, INSIDE_WINDOW)),
-            after_at=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=num + parts))]),
-            after=earlier[sort],
-            source=joined(source, np.full(parts, -1)),
+            box_at=np.concatenate([transfers.box_at[:-1], transfers.box_at[-1] + parts.box_at]),
+            box_tensor=np.concatenate([transfers.box_tensor, transfers.box_tensor[parts.box]]),
+            box_start=np.concatenate([transfers.box_start, transfers.box_start[parts.box]]),
+            box_stop=np.concatenate([transfers.box_stop, transfers.box_stop[parts.box]]),
+            region=joined(transfers.region, len(transfers.box_at) - 1 + part),
+            edge_at=np.arange(num + num_parts + 1),
+            sender=joined(sender, parts.sender[part]),
+            receiver=joined(transfers.receiver, parts.receiver[part]),
+            splits=joined(transfers.splits, np.ones((num_parts, transfers.splits.shape[1]), dtype=np.int64)),
+            window=joined(transfers.window, np.full(num_parts, INSIDE_WINDOW)),
+            after_at=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=num + num_parts))]),
+            after=earlier[np.argsort(later, kind="stable")],
+            source=joined(source, np.full(num_parts, -1)),
         )
 
     def _place(
-        self, gathers: np.ndarray, used: np.ndarray, part_used: np.ndarray, arrives: np.ndarray
+        self, gathers: np.ndarray, parts: _Parts
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
         """Where parts are sent, so that no rank stages more than it has slots for.
 
@@ -249,19 +278,16 @@ class _Collector:
 
         Args:
             gathers: ``(transfers,)`` bool, whether a transfer sends a region that is collected.
-            used: ``(regions, 2)`` each region that is collected, and the rank that collects it.
-            part_used: ``(parts,)`` row of ``used``, ascending.
-            arrives: ``(ranks,)`` the bytes of the largest message into each rank.
+            parts: the parts of these regions.
 
         Returns:
             ``(before, part, brings_at, brings)``: part ``part[k]`` is sent right before transfer ``before[k]``, and
             entries ``brings[brings_at[i]:brings_at[i + 1]]`` of both bring the data of transfer i. None if a region has
             more parts than a rank has slots.
         """
-        transfers, width = self._transfers, len(arrives)
-        slots = np.array([num_recv_slots(self._problem.staging_bytes, nbytes) for nbytes in arrives.tolist()])
-        slots -= _SLOTS_FOR_RELAYS * self._is_relay
-        part_at = np.searchsorted(part_used, np.arange(len(used) + 1))
+        transfers, used, slots = self._transfers, parts.used, self._count_slots(parts)
+        width = len(slots)
+        part_at = np.searchsorted(parts.row, np.arange(len(used) + 1))
         num_parts, chosen = np.diff(part_at), np.flatnonzero(gathers)
         if (num_parts > slots[used[:, 1]]).any():
             return None
@@ -304,14 +330,8 @@ def _number_within(group: np.ndarray) -> np.ndarray:
 def _number_in(group: np.ndarray, value: np.ndarray) -> np.ndarray:
     """For each entry, how many different smaller values its group has."""
     width = int(value.max(initial=0)) + 1
-    distinct = _distinct(group * width + value)
+    distinct = distinct_values(group * width + value)
     return _number_within(distinct // width)[np.searchsorted(distinct, group * width + value)]
-
-
-def _distinct(values: np.ndarray) -> np.ndarray:
-    """The different values, ascending. Sorting sparse values is faster than hashing them, as ``np.unique`` does."""
-    values = np.sort(values)
-    return values[np.diff(values, prepend=-1) > 0]
 
 
 def _take_turns(choices: np.ndarray, turn: np.ndarray) -> np.ndarray:

@@ -403,41 +403,38 @@ class _Execution:
     def gather(self, op: Send, slot: torch.Tensor) -> None:
         """Copy the boxes of a gathered message into its slot, and release the slots that only it still reads."""
         at = 0
+        passed_on: dict[int, dict[int, torch.Tensor]] = {}  # receive -> first byte there -> bytes of the slot
         for box, source in zip(op.boxes, op.gathers, strict=True):
-            if source is not None and source.is_staged:
-                brought = self.slot_of[source.recv][source.bytes]
-                slot[at : at + len(brought)] = brought
-                at += len(brought)
-                continue
-            arrays, where = (self.src, box.src) if source is None else (self.dst, box.dst)
-            view = view_of(arrays, box.tensor, where)
-            nbytes = view.numel() * view.element_size()
-            pack([view], slot[at : at + nbytes])
-            at += nbytes
-        if self.digests is not None:
-            self.check_gathered(op, slot)
+            if source is None:
+                view = view_of(self.src, box.tensor, box.src)
+            elif source.is_staged:
+                view = self.slot_of[source.recv][source.bytes]
+            else:
+                view = view_of(self.dst, box.tensor, box.dst)
+            part = slot[at : at + view.numel() * view.element_size()]
+            pack([view], part)
+            at += len(part)
+            if source is not None:
+                passed_on.setdefault(source.recv, {})[source.bytes.start] = part
+        self.check_gathered(op, passed_on)
         for recv in {source.recv for source in op.gathers if source is not None and source.is_staged}:
             self.num_readers[recv] -= 1
             self.release_if_unused(recv)
 
-    def check_gathered(self, op: Send, slot: torch.Tensor) -> None:
-        """Compare what a gathered message passes on of whole messages with what these brought."""
-        assert self.digests is not None
-        parts: dict[int, dict[int, torch.Tensor]] = {}  # receive -> first byte there -> bytes of the slot
-        at = 0
-        for box, source in zip(op.boxes, op.gathers, strict=True):
-            if source is None:
-                view = view_of(self.src, box.tensor, box.src)
-                at += view.numel() * view.element_size()
-            else:
-                first, last = source.bytes.start, source.bytes.stop
-                parts.setdefault(source.recv, {})[first] = slot[at : at + last - first]
-                at += last - first
-        for recv, found in parts.items():
+    def check_gathered(self, op: Send, passed_on: dict[int, dict[int, torch.Tensor]]) -> None:
+        """Compare what a gathered message passes on of whole messages with what these brought, if digests are known.
+
+        Args:
+            passed_on: ``{receive: {first byte there: bytes}}``.
+        """
+        if self.digests is None:
+            return
+        for recv, found in passed_on.items():
             brought = self.program.recvs[recv]
-            digest = digest_concatenated([found[first] for first in sorted(found)])
-            if sum(map(len, found.values())) == brought.nbytes and digest != self.digests.received[brought.id]:
-                raise WrongCopyError(op.id)
+            if sum(map(len, found.values())) == brought.nbytes:
+                digest = digest_concatenated([found[first] for first in sorted(found)])
+                if digest != self.digests.received[brought.id]:
+                    raise WrongCopyError(op.id)
 
     def finish_send(self, queue: OperationQueue, op: Send, slot: torch.Tensor | None) -> None:
         if slot is not None:

@@ -285,9 +285,7 @@ class RoundRunner:
         last_round: dict[int, int] = {}
         for number, item in enumerate(self.rounds):
             for send in item.sends:
-                if send.forwards in self._relays:
-                    last_round[send.forwards] = number  # type: ignore[index]
-                last_round |= {source.recv: number for source in send.gathers if source is not None}
+                last_round |= dict.fromkeys(send.sources, number)
         offsets: dict[int, int] = {}
         live: list[tuple[int, int, int]] = []  # (start, stop, last round)
         total = 0
@@ -328,9 +326,7 @@ class RoundRunner:
             after_unpack = after_exchange = -1
             for recv in item.recvs:
                 index = self._index[recv.id]
-                part = (
-                    self._relay(index, recv.sender) if recv.is_relay else self._direct(recv, kinds, "dst", recv.sender)
-                )
+                part = self._place_of(recv, kinds)
                 slot = slots.take(recv.nbytes, recv.id in self._bypass, part is not None)
                 if part is None:
                     part = MessageBytes(*slot, recv.sender)
@@ -339,18 +335,11 @@ class RoundRunner:
                 received_in[index] = number
                 recvs.append(part)
             for send in item.sends:
-                if send.gathers:
-                    part = None
-                    for source in send.gathers:
-                        if source is not None:
-                            after_unpack = max(after_unpack, unpacked_in.get(source.recv, -1))
-                            after_exchange = max(after_exchange, received_in[source.recv])
-                elif send.forwards in self._relays:
-                    part = self._relay(send.forwards, send.receiver)  # type: ignore[arg-type]
-                else:
-                    part = self._direct(send, kinds, "src" if send.forwards is None else "dst", send.receiver)
-                    if send.forwards is not None:
-                        after_unpack = max(after_unpack, unpacked_in.get(send.forwards, -1))
+                part = self._place_of(send, kinds)
+                for recv_index in send.sources:  # of data that the rank does not hold at first
+                    after_unpack = max(after_unpack, unpacked_in.get(recv_index, -1))
+                    if send.gathers:
+                        after_exchange = max(after_exchange, received_in[recv_index])
                 slot = slots.take(send.nbytes, send.id in self._bypass, part is not None)
                 if part is None:
                     part = MessageBytes(*slot, send.receiver)
@@ -379,6 +368,18 @@ class RoundRunner:
                 )
             )
         return tuple(steps)
+
+    def _place_of(self, op: Recv | Send, kinds: Sequence[ArrayKind | None]) -> MessageBytes | None:
+        """The bytes of a message in an array, or where it is relayed; None if it must be packed."""
+        if isinstance(op, Recv):
+            index, side, rank = self._index[op.id] if op.is_relay else None, "dst", op.sender
+        elif op.gathers:
+            return None
+        else:
+            index, side, rank = op.forwards, "src" if op.forwards is None else "dst", op.receiver
+        if index in self._relays:
+            return self._relay(index, rank)
+        return self._direct(op, kinds, side, rank)
 
     def _as_one(
         self, ops: Sequence[Recv | Send], rank: int, is_send: bool, kinds: Sequence[ArrayKind | None], slots: _Slots,

@@ -363,7 +363,7 @@ class Specs:
         return TensorSpec(shape, first.dtype, self._layout(((0, held),), ndim), self._layout(wanted, ndim), name)
 
     def _held(self, pieces: Mapping[int, RegionPair]) -> tuple[Held, tuple[tuple[int, Held], ...]]:
-        """The regions of a piece that source ranks have, and those that the ranks of each destination need."""
+        """The regions of a piece that source ranks have, and the regions that the ranks of each destination need."""
         first = next(iter(pieces.values()))
         wanted = tuple(
             (rank, piece.target.held(self._targets[rank].entries[piece.target.name]))
