@@ -129,14 +129,14 @@ class _Parts:
 
     Attributes:
         used: ``(regions, 2)`` each region that is collected, and the rank that collects it.
-        row: ``(parts,)`` the row of ``used``, ascending.
+        of_used: ``(parts,)`` the row of ``used``, ascending.
         sender: ``(parts,)`` the rank that sends the part.
         box_at: ``(parts + 1,)`` part i has the boxes ``box[box_at[i]:box_at[i + 1]]``.
         box: ids of boxes.
     """
 
     used: np.ndarray
-    row: np.ndarray
+    of_used: np.ndarray
     sender: np.ndarray
     box_at: np.ndarray
     box: np.ndarray
@@ -144,7 +144,7 @@ class _Parts:
     @property
     def receiver(self) -> np.ndarray:
         """``(parts,)`` the rank that collects the part."""
-        return self.used[self.row, 1]
+        return self.used[self.of_used, 1]
 
 
 class _Collector:
@@ -216,13 +216,13 @@ class _Collector:
         keys = distinct_values(transfers.region[gathers] * width + transfers.sender[gathers])
         used = np.stack(np.divmod(keys, width), axis=1)
         count = np.diff(transfers.box_at)[used[:, 0]]
-        box, row = ranges(first[used[:, 0]], count), np.repeat(np.arange(len(used)), count)
-        is_other = holder[box] != used[row, 1]
-        box, row = box[is_other], row[is_other]
-        order = np.lexsort((box, holder[box], row))
-        box, row = box[order], row[order]
-        begins = np.flatnonzero(np.diff(row, prepend=-1) | np.diff(holder[box], prepend=-1))
-        return _Parts(used, row[begins], holder[box[begins]], np.append(begins, len(box)), box)
+        box, of_used = ranges(first[used[:, 0]], count), np.repeat(np.arange(len(used)), count)
+        is_other = holder[box] != used[of_used, 1]
+        box, of_used = box[is_other], of_used[is_other]
+        order = np.lexsort((box, holder[box], of_used))
+        box, of_used = box[order], of_used[order]
+        begins = np.flatnonzero(np.diff(of_used, prepend=-1) | np.diff(holder[box], prepend=-1))
+        return _Parts(used, of_used[begins], holder[box[begins]], np.append(begins, len(box)), box)
 
     def _count_slots(self, parts: _Parts) -> np.ndarray:
         """``(ranks,)`` the messages that each rank can stage: its slots hold the largest message into it."""
@@ -287,7 +287,7 @@ class _Collector:
         """
         transfers, used, slots = self._transfers, parts.used, self._count_slots(parts)
         width = len(slots)
-        part_at = np.searchsorted(parts.row, np.arange(len(used) + 1))
+        part_at = np.searchsorted(parts.of_used, np.arange(len(used) + 1))
         num_parts, chosen = np.diff(part_at), np.flatnonzero(gathers)
         if (num_parts > slots[used[:, 1]]).any():
             return None
