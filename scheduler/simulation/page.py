@@ -11,8 +11,8 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of, format_bytes, format_seconds
 
 from ..graph import Pipeline, check_limits
-from ..ir.drawing import MAX_PP_RANKS, STYLE, DrawnSpan, draw_kinds, draw_rows
 from ..ir.schedule import Schedule
+from ..ir.schedule_drawing import MAX_PP_RANKS, STYLE, DrawnSpan, draw_kinds, draw_rows
 from .replay import PipelineTimeline
 
 #: Largest number of spans that a page draws: the first ones.

@@ -7,7 +7,7 @@ from html import escape
 from reshard.drawing import draw_bar, draw_fragment, draw_keys, draw_page
 from reshard.formatting import count_of, describe_ranks, format_bytes, format_seconds
 
-from ...ir.drawing import STYLE as ROWS, draw_in_units
+from ...ir.schedule_drawing import STYLE as ROWS, draw_in_units
 from .explain import explain_training_plan
 from .record import TrainingPlanRecord
 from .reports import StageReport

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ..inputs.files import read_value, write_text
-from .drawing import draw_training_plan
 from .explain import explain_training_plan
 from .page import draw_stages, training_plan_to_html
 from .record import TrainingPlanRecord
+from .training_plan_drawing import draw_training_plan
 
 
 @dataclass(frozen=True)
