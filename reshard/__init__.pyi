@@ -8,8 +8,8 @@ from .codecs.codec import Codec as Codec
 from .coordination.groups.joining import join as join
 from .coordination.groups.process_group import Group as Group, close_group as close_group
 from .coordination.topology_discovery import find_topology as find_topology
+from .cost.cost_report import CostReport as CostReport
 from .cost.lower_bound import find_bound as find_bound
-from .cost.report import CostReport as CostReport
 from .cost.simulator import simulate as simulate
 from .errors import ReshardError as ReshardError
 from .plan.check import check_plan as check_plan

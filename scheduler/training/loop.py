@@ -31,7 +31,7 @@ from .models.making import find_cuts, layer_paths, make_model
 from .models.presets import GPTConfig, Preset
 from .progress import Progress
 from .recipe import describe_changes
-from .report import RunFolder
+from .training_report import RunFolder
 
 #: The learning rate ends at this share of its peak.
 MIN_RATE = 0.1

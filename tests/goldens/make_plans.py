@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from reshard import Layout, Mesh, RegionLayout, Topology
+from reshard.cost.cost_report import CostReport
 from reshard.cost.lower_bound import find_bound
-from reshard.cost.report import CostReport
 from reshard.plan.check import check_plan
 from reshard.planner.planning import plan_tensors
 from reshard.planner.registry import AUTO, STRATEGIES

@@ -22,7 +22,7 @@ import reshard
 from microbench.cases.rows import CLUSTERS, all_rows, read_cluster
 from microbench.emulation import namespaces
 from microbench.emulation.cluster import ClusterError, EmulatedCluster
-from microbench.harness.report import TRACED
+from microbench.harness.hosts_report import TRACED
 from microbench.harness.suite import plan_row
 from microbench.harness.worker import BenchmarkJob, run_jobs
 from microbench.training import compare_schedules

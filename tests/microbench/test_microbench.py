@@ -18,8 +18,8 @@ from microbench.__main__ import CASES, main
 from microbench.cases.rows import CLUSTERS, read_cluster
 from microbench.emulation.links import cluster_link_commands, etc_hosts, host_link_commands, nominal
 from microbench.harness.calibrate import deviations, mean_topology, measured_topology, plan_tests
+from microbench.harness.hosts_report import TRACED, format_markdown, format_suites, format_table, ratios_of_contenders
 from microbench.harness.plots import draw_summary
-from microbench.harness.report import TRACED, format_markdown, format_suites, format_table, ratios_of_contenders
 from microbench.harness.steal_time import Lap, Laps, RetryBudget, TimeBudget
 from microbench.harness.suite import make_records, plan_row
 from microbench.harness.worker import _merge

@@ -9,8 +9,8 @@ import pytest
 
 from microbench.planner.auto_quality import MARGIN, measure, random_pair, ratio_of
 from reshard import Layout, Mesh, Topology, make_plan, simulate
+from reshard.cost.cost_report import CostReport
 from reshard.cost.lower_bound import find_bound
-from reshard.cost.report import CostReport
 from reshard.plan.check import check_plan
 from reshard.plan.model import Plan
 from reshard.planner.auto import CANDIDATES, _are_equal

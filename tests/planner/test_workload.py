@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from reshard import Layout, Mesh, Topology, make_plan
-from reshard.cost.report import CostReport
+from reshard.cost.cost_report import CostReport
 from reshard.errors import ArgumentError, PlanError
 from reshard.plan.messages import expand_messages
 from reshard.plan.ordering import find_sender_switches, find_waits

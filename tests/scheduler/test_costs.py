@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from reshard import Layout, Mesh, Topology, make_plan
-from reshard.cost.report import CostReport
+from reshard.cost.cost_report import CostReport
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler import (
     Edge,

@@ -13,8 +13,8 @@ from hypothesis import given, strategies as st
 from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
 from reshard.api.local import execute_local
 from reshard.cli.demo_cases import study_cases
+from reshard.cost.cost_report import CostReport
 from reshard.cost.lower_bound import Bound, _classes, _min_egress, find_bound, min_largest_share
-from reshard.cost.report import CostReport
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError, LayoutError, MeshError, PartialError, TopologyError
 from reshard.formatting import format_bytes, format_ranks

@@ -171,7 +171,7 @@ def _print_plan(
         plan_auto: makes the plan of ``auto``, if another strategy was named.
     """
     from reshard.cli.html_report import plan_to_html
-    from reshard.cli.report import describe_plan
+    from reshard.cli.plan_description import describe_plan
 
     if form == "json":
         _print_json(plan, rank)
