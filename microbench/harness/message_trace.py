@@ -14,8 +14,8 @@ import reshard
 from microbench.cases.rows import Row, read_cluster
 from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
+from microbench.harness.benchmark_rank import Stopwatch
 from microbench.harness.calibrate import measure_cluster
-from microbench.harness.worker import Stopwatch
 from reshard.cli.demo import shard_of_positions
 from reshard.cost import Timeline, simulate
 from reshard.plan import Plan

@@ -13,9 +13,9 @@ import numpy as np
 from microbench.cases.rows import Row, read_cluster
 from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import nominal
+from microbench.harness.benchmark_rank import ROW_RETRY_SECONDS, BenchmarkJob, Contender, run_jobs
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.steal_time import TimeBudget
-from microbench.harness.worker import ROW_RETRY_SECONDS, BenchmarkJob, Contender, run_jobs
 from microbench.peers.base import are_replicated
 from microbench.peers.registry import PEERS
 from reshard.cost import find_bound, simulate

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from microbench.emulation.cluster import EmulatedCluster
-from microbench.harness.worker import Stopwatch
+from microbench.harness.benchmark_rank import Stopwatch
 from reshard.cli.progress import track
 from reshard.topology import Topology, topology_from_json
 

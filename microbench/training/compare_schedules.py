@@ -24,7 +24,7 @@ from microbench.harness.records import write_records
 from microbench.harness.steal_time import merge_laps
 from microbench.harness.suite import MAX_DEVIATION
 from microbench.training.methods import BASELINE, METHODS, OURS, SIGNAL
-from microbench.training.worker import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
+from microbench.training.training_rank import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
 from microbench.training.workload import TrainingWorkload
 from reshard.cli.progress import print_line, track
 from reshard.scheduler import Edge, Pipeline, Stage, simulate_schedule, to_chrome_trace

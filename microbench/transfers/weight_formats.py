@@ -24,9 +24,9 @@ import torch
 
 from microbench.emulation.cluster import EmulatedCluster
 from microbench.emulation.links import PAYLOAD_SHARE
+from microbench.harness.benchmark_rank import Stopwatch
 from microbench.harness.options import add_number, add_rates
 from microbench.harness.turns import equal_hosts
-from microbench.harness.worker import Stopwatch
 from microbench.transfers.publication import NUM_TRAINERS, Publication, make_group
 from reshard.cli.progress import print_line, track
 from reshard.codecs.formats import known_formats

@@ -13,7 +13,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import brief, compare_names
 from reshard.ray.actor_mesh import ActorMesh, ShardedArray, join_meshes
 from reshard.ray.driver import ACTOR_GRACE_SECONDS, ActorCall, PendingCalls, check_open, order_lock, store_address
-from reshard.ray.worker import ShardRef, replace_each
+from reshard.ray.rank_actor import ShardRef, replace_each
 from reshard.sharding import Layout
 from reshard.timeouts import check_timeout
 

@@ -22,9 +22,9 @@ import reshard
 from microbench.cases.rows import CLUSTERS, all_rows, read_cluster
 from microbench.emulation import namespaces
 from microbench.emulation.cluster import ClusterError, EmulatedCluster
+from microbench.harness.benchmark_rank import BenchmarkJob, run_jobs
 from microbench.harness.hosts_report import TRACED
 from microbench.harness.suite import plan_row
-from microbench.harness.worker import BenchmarkJob, run_jobs
 from microbench.training import compare_schedules
 from reshard.planner.planning import plan_tensors
 from reshard.sharding.tensor_spec import TensorSpec

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from microbench.harness.benchmark_rank import Stopwatch
 from microbench.harness.steal_time import Laps, RetryBudget
-from microbench.harness.worker import Stopwatch
 from microbench.training.timed_stages import TimedStage
 from microbench.training.workload import TrainingWorkload
 from reshard.scheduler import Pipeline, Schedule, one_f_one_b, zb_h1
