@@ -9,7 +9,6 @@ from .pipe.placement import Placement as Placement, ddp as ddp, fsdp as fsdp
 from .pipe.profile import StageProfile as StageProfile
 from .pipe.training_engine import PipelineEngine as PipelineEngine
 from .runtime.stage import StageOutput as StageOutput
-from .schedules.auto import auto_schedule as auto_schedule
 from .schedules.classic import (
     eager_1f1b as eager_1f1b,
     gpipe as gpipe,
@@ -22,6 +21,7 @@ from .schedules.looped import (
     interleaved_zero_bubble as interleaved_zero_bubble,
     looped_bfs as looped_bfs,
 )
+from .schedules.schedule_search import auto_schedule as auto_schedule
 from .schedules.v_shaped import dualpipe_v as dualpipe_v, zb_v as zb_v
 from .simulation.dependencies import critical_path as critical_path
 from .simulation.lower_bound import LowerBound as LowerBound, find_lower_bound as find_lower_bound

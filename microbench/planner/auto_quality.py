@@ -24,7 +24,7 @@ from reshard.cli.progress import track
 from reshard.cost import simulate
 from reshard.errors import ReshardError
 from reshard.planner import AUTO, CANDIDATES, Floors, PlanProblem, floor_of_transfers, plan_tensors
-from reshard.planner.auto import MIN_GATHER_GAIN
+from reshard.planner.auto_strategy import MIN_GATHER_GAIN
 from reshard.ragged import NO_RANK
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import MACHINES, Host, Link, Topology, load_preset

@@ -20,7 +20,7 @@ from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import MIXED_PRECISION, Cluster, Layer, LayerGraph, LayerProfile
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.problem import SearchProblem
-from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
+from reshard.scheduler.autoparallel.methods.auto_method import METHODS, auto, decide
 from reshard.scheduler.autoparallel.methods.joint import best_plans
 from reshard.topology import Host, Link, Topology
 

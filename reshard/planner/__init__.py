@@ -3,7 +3,7 @@
 May import :mod:`reshard.cost` and the layers below it.
 """
 
-from reshard.planner.auto import CANDIDATES
+from reshard.planner.auto_strategy import CANDIDATES
 from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.planning import estimate_planning_seconds, make_plan, plan_tensors, restore_plan
 from reshard.planner.registry import ALIASES, AUTO, STRATEGIES, find_strategy

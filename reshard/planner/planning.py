@@ -10,7 +10,7 @@ from reshard.codecs import Codec, TransferPolicy, codec_name, has_variable_size
 from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import brief, compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, RotationPlan, Transfers, mark_sound, ranks_of
-from reshard.planner.auto import choose_fastest
+from reshard.planner.auto_strategy import choose_fastest
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.stacking import Stacks, stack_problem, unstack
 from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, STAGING_PARTS, routes_to_transfers

@@ -33,7 +33,7 @@ STRATEGIES: dict[str, Strategy] = {
 #: Other names of strategies: the broadcast with the best order.
 ALIASES = {"broadcast": "broadcast_greedy"}
 
-#: The default strategy: :func:`reshard.planner.auto.choose_fastest`.
+#: The default strategy: :func:`reshard.planner.auto_strategy.choose_fastest`.
 AUTO = "auto"
 
 

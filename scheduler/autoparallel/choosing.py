@@ -11,7 +11,7 @@ from reshard.formatting import brief
 from .costs.codec_costs import parts_of_policy
 from .costs.iteration import Evaluation, evaluate
 from .costs.problem import SearchProblem
-from .methods.auto import METHODS, Method, auto, decide, simplify, why_nothing_fits
+from .methods.auto_method import METHODS, Method, auto, decide, simplify, why_nothing_fits
 
 if TYPE_CHECKING:
     from reshard.compression import Policy

@@ -18,7 +18,7 @@ from .inputs.cluster import Cluster
 from .inputs.files import read_value, write_text
 from .inputs.layer_graph import LayerGraph
 from .inputs.layer_profile import EFFICIENCY, LayerProfile
-from .methods.auto import METHODS
+from .methods.auto_method import METHODS
 from .searching import search
 
 HELP = "search for a training plan: stages, devices, parallelism, schedule and microbatches"

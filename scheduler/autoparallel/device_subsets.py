@@ -16,7 +16,7 @@ from .choosing import ChosenPlan, choose_fastest_plan, simplest
 from .costs.iteration import Evaluation, evaluate
 from .costs.problem import SearchProblem
 from .inputs.layer_profile import LayerProfile
-from .methods.auto import Report, auto, evaluate_all, refine, why_nothing_fits, with_interleaved
+from .methods.auto_method import Report, auto, evaluate_all, refine, why_nothing_fits, with_interleaved
 from .methods.bounds import single_stage_bound, step_bound_of_any, work_bound
 from .methods.pure import pure
 from .plan_making import make_training_plan

@@ -19,7 +19,7 @@ from .inputs.choices import Choice, ChoiceRules, GridShape
 from .inputs.cluster import Cluster
 from .inputs.layer_graph import LayerGraph
 from .inputs.layer_profile import LayerProfile
-from .methods.auto import Method
+from .methods.auto_method import Method
 from .methods.bounds import step_bound_of_any
 from .plan_making import make_training_plan
 from .result.training_plan import TrainingPlan

@@ -23,8 +23,8 @@ from ..ir.schedule import Schedule
 from ..runtime.engine import Engine
 from ..runtime.ready_order import Order
 from ..runtime.tied_params import TiedParameter
-from ..schedules.auto import auto_schedule
 from ..schedules.classic import one_f_one_b
+from ..schedules.schedule_search import auto_schedule
 from .dry_run import Shard
 from .partition.adapters import find_blocks
 from .partition.batches import name_batch, outline_batch, split_microbatches

@@ -13,7 +13,7 @@ from reshard.cost.cost_report import CostReport
 from reshard.cost.lower_bound import find_bound
 from reshard.plan.check import check_plan
 from reshard.plan.model import Plan
-from reshard.planner.auto import CANDIDATES, _are_equal
+from reshard.planner.auto_strategy import CANDIDATES, _are_equal
 from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_greedy
@@ -124,7 +124,7 @@ def test_broadcasts_of_regions_on_one_host_are_ruled_out_unplanned(monkeypatch):
         floor = floor_of_transfers(problem, routes_to_transfers(problem, CANDIDATES[name](problem)))
         assert Floors(problem).of_broadcasts == pytest.approx(floor, rel=1e-9)
         monkeypatch.setitem(CANDIDATES, name, None)
-    monkeypatch.setattr("reshard.planner.auto.search_briefly", None)
+    monkeypatch.setattr("reshard.planner.auto_strategy.search_briefly", None)
     make_plan(src, dst, (8192, 8192), "float32", topology=topology)
 
 
@@ -194,7 +194,7 @@ def test_auto_uses_the_greedy_order_if_it_wins():
 @pytest.mark.parametrize("limit", [1, 20_000_000])
 def test_plans_too_large_to_simulate_take_near_chunks(monkeypatch, limit):
     """The larger limit exceeds the number of messages to receivers, but not the number including those to relays."""
-    monkeypatch.setattr("reshard.planner.auto._LARGE", limit)
+    monkeypatch.setattr("reshard.planner.auto_strategy._LARGE", limit)
     _, spec, topology = random_pair(7, 234)
     plan, near, far = (
         plan_tensors([spec], topology=topology, strategy=strategy)

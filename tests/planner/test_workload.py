@@ -16,7 +16,7 @@ from reshard.plan.messages import expand_messages
 from reshard.plan.ordering import find_sender_switches, find_waits
 from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
-from reshard.planner import auto
+from reshard.planner import auto_strategy
 from reshard.planner.estimates import Floors
 from reshard.planner.multicast.strategy import make_workload, multicast
 from reshard.planner.multicast.workload import ChunkWorkload
@@ -141,14 +141,14 @@ def test_chunks_are_at_most_32_mib():
 def _tried(problem, monkeypatch):
     """The strategies that ``auto`` plans when lower bounds rule out none."""
     tried = []
-    plan = auto._Choice.plan
-    monkeypatch.setattr(auto._Choice, "plan", lambda self, name: tried.append(name) or plan(self, name))
+    plan = auto_strategy._Choice.plan
+    monkeypatch.setattr(auto_strategy._Choice, "plan", lambda self, name: tried.append(name) or plan(self, name))
     monkeypatch.setattr(Floors, "of_ungathered", 0.0)  # no plan is close enough to stop
-    monkeypatch.setattr(auto, "_VARIANT_CUTOFF", np.inf)
+    monkeypatch.setattr(auto_strategy, "_VARIANT_CUTOFF", np.inf)
     for kind in ("of_trees", "of_broadcasts"):
         monkeypatch.setattr(Floors, kind, 0.0)
     monkeypatch.setattr(Floors, "of_gathers", lambda self, num_receivers: 0.0)
-    auto.choose_fastest(problem)
+    auto_strategy.choose_fastest(problem)
     monkeypatch.undo()
     return set(tried)
 
@@ -212,10 +212,10 @@ def test_auto_compares_estimates_above_the_simulation_limit(monkeypatch):
     """Two replicas on one host: send_recv sends the bytes twice over the link, so it takes twice as long."""
     spec = TensorSpec((2**26,), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2])))
     problem = PlanProblem.of([spec], Topology((0, 1, 1)))
-    chosen = auto.choose_fastest(problem)[0]
+    chosen = auto_strategy.choose_fastest(problem)[0]
     monkeypatch.setattr("reshard.cost.prediction.MAX_OPERATIONS", 0)
-    monkeypatch.setattr(auto, "_LARGE", 0)
-    assert auto.choose_fastest(problem)[0] == chosen == "multicast"
+    monkeypatch.setattr(auto_strategy, "_LARGE", 0)
+    assert auto_strategy.choose_fastest(problem)[0] == chosen == "multicast"
 
 
 def test_messages_follow_the_last_messages_of_transfers_they_depend_on():

@@ -12,9 +12,9 @@ from reshard.errors import ScheduleError
 from ...graph import Pipeline
 from ...ir.communication import add_transfers, computations
 from ...ir.schedule import Schedule
-from ...schedules.auto import auto_schedule, in_flight
 from ...schedules.orders import Order, OrderModel, order_of_warmups
 from ...schedules.registry import KNOWN_SCHEDULES, known_orders
+from ...schedules.schedule_search import auto_schedule, in_flight
 from ...simulation.replay import PipelineTimeline, simulate_schedule
 from .device_peaks import DevicePeak, peak_of_stage, peak_of_stages
 from .layer_costs import StageCost

@@ -16,7 +16,7 @@ from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProble
 from reshard.scheduler.autoparallel.device_subsets import _ClusterPart, _search_parts, choose_part
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
-from reshard.scheduler.autoparallel.methods.auto import simplify
+from reshard.scheduler.autoparallel.methods.auto_method import simplify
 from reshard.topology import CodecRate, Topology
 from tests.scheduler.autoparallel.random_searches import least_seconds, make_problem
 

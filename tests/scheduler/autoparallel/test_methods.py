@@ -19,7 +19,7 @@ from reshard.scheduler.autoparallel.costs.problem import Candidate
 from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace
-from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
+from reshard.scheduler.autoparallel.methods.auto_method import METHODS, auto, decide
 from reshard.scheduler.autoparallel.methods.bounds import step_bound_of_any
 from reshard.scheduler.autoparallel.result.reports import balance_degrees
 from reshard.scheduler.schedules.classic import eager_1f1b, one_f_one_b
