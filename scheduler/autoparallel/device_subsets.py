@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
-from .choosing import ChosenPlan, choose_fastest_plan, simplest
+from .codec_choice import ChosenPlan, choose_fastest_plan, simplest
 from .costs.iteration import Evaluation, evaluate
 from .costs.problem import SearchProblem
 from .inputs.layer_profile import LayerProfile

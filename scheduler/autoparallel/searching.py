@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ArgumentError
 from reshard.formatting import did_you_mean
 
-from .choosing import choose
+from .codec_choice import choose
 from .costs.layer_costs import StateBytes
 from .costs.problem import SearchProblem
 from .device_subsets import choose_part
-from .inputs.choices import Choice, ChoiceRules, GridShape
 from .inputs.cluster import Cluster
+from .inputs.layer_choices import Choice, ChoiceRules, GridShape
 from .inputs.layer_graph import LayerGraph
 from .inputs.layer_profile import LayerProfile
 from .methods.auto_method import Method

@@ -13,8 +13,8 @@ from reshard.topology import Host, Topology
 from ...costs import price_edge
 from ...graph import Edge, Loads
 from ...pipe.partition.stage_mesh import GRID_AXES, STAGE_AXES, layout_of_tensor
-from ..inputs.choices import GridShape
 from ..inputs.cluster import Cluster
+from ..inputs.layer_choices import GridShape
 from ..inputs.layer_graph import LayerGraph, Tensor
 
 #: ``(first rank, end rank, tp)`` of one end of an edge; in place of tp, the shape of a grid.

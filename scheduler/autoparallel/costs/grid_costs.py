@@ -16,7 +16,7 @@ from reshard.parallel.grid.cuts import AXES
 from reshard.parallel.layer_price import GridLoad, LayerPrice, LayerSizes, price_layer
 from reshard.topology import Host, Link, Topology
 
-from ..inputs.choices import Choice, ChoiceRules, GridShape
+from ..inputs.layer_choices import Choice, ChoiceRules, GridShape
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import LayerTimes
 from .collective_costs import StagePlace

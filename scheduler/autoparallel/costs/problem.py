@@ -14,8 +14,8 @@ from reshard.formatting import brief, count_of, format_names
 
 from ...graph import Edge, Pipeline, Stage
 from ...ir.communication import RECVS_AHEAD
-from ..inputs.choices import Choice, ChoiceRules
 from ..inputs.cluster import Cluster
+from ..inputs.layer_choices import Choice, ChoiceRules
 from ..inputs.layer_graph import Layer, LayerGraph, Tensor
 from ..inputs.layer_profile import LayerProfile
 from ..inputs.stages import StagePlan, describe_stages, pp_ranks_of

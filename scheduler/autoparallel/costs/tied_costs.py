@@ -17,8 +17,8 @@ from reshard.sharding import Layout, Mesh, TensorSpec
 
 from ...costs import price_edge
 from ...graph import Edge, Loads
-from ..inputs.choices import Choice
 from ..inputs.cluster import Cluster, hosts_are_alike
+from ..inputs.layer_choices import Choice
 from ..inputs.layer_graph import LayerGraph, is_shared, own_layer
 from ..inputs.stages import StagePlan
 from .collective_costs import StagePlace

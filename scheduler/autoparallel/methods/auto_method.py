@@ -15,7 +15,7 @@ from ..costs.grid_costs import why_no_grid
 from ..costs.iteration import Evaluation, evaluate
 from ..costs.problem import Candidate, SearchProblem
 from ..costs.step_bounds import step_bound
-from ..inputs.choices import GridShape
+from ..inputs.layer_choices import GridShape
 from ..inputs.stages import check_stages
 from .alpa import alpa, num_sums
 from .bmw import bmw, galvatron_released

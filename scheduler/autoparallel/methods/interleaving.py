@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from ..costs.layer_costs import fixed_bytes_of
 from ..costs.problem import Candidate, SearchProblem
-from ..inputs.choices import Choice
+from ..inputs.layer_choices import Choice
 from ..inputs.stages import StagePlan
 
 #: Largest number of stages of a mesh.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..costs.problem import Candidate, SearchProblem, Stages
-from ..inputs.choices import Choice
+from ..inputs.layer_choices import Choice
 from ..inputs.stages import StagePlan, pp_ranks_of
 
 

@@ -28,7 +28,7 @@ from reshard import _native
 from ...ir.communication import RECVS_AHEAD
 from ..costs.collective_costs import StagePlace
 from ..costs.problem import SearchProblem, Stages
-from ..inputs.choices import Choice, GridShape
+from ..inputs.layer_choices import Choice, GridShape
 from ..inputs.stages import StagePlan
 from .option_tables import OptionTables, num_recomputed
 from .range_bytes import RangeBytes, bytes_of_cuts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..costs.problem import Candidate, SearchProblem, Stages
-from ..inputs.choices import Choice
+from ..inputs.layer_choices import Choice
 from ..inputs.stages import StagePlan
 
 
