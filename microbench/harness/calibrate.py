@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.emulation.links import PAYLOAD_SHARE
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.emulation.link_commands import PAYLOAD_SHARE
 from microbench.harness.benchmark_rank import Stopwatch
 from microbench.harness.steal_time import (
     MAX_STEAL_SHARE,

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import reshard
 from microbench.cases.rows import Row, read_cluster
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.emulation.links import nominal
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.emulation.link_commands import nominal
 from microbench.harness.benchmark_rank import Stopwatch
 from microbench.harness.calibrate import measure_cluster
 from reshard.cli.demo import shard_of_positions

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from microbench.emulation.cluster import EmulatedCluster
+from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.harness.benchmark_rank import Stopwatch
 from reshard.cli.progress import track
 from reshard.topology import Topology, topology_from_json

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import EmulatedCluster
+from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.harness.options import add_number
 from microbench.harness.table import Table
 from microbench.harness.turns import Times, medians_of, slowest, time_in_turns
-from microbench.parallel.links import measure_grid_links
+from microbench.parallel.grid_links import measure_grid_links
 from reshard.cli.progress import print_line, track
 from reshard.coordination.device_mesh import make_device_mesh
 from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.emulation.links import nominal
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.emulation.link_commands import nominal
 from microbench.harness.options import select
 from microbench.harness.steal_time import merge_laps
 from microbench.harness.turns import equal_hosts

@@ -18,8 +18,8 @@ import itertools
 import statistics
 from collections.abc import Iterator
 
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.emulation.links import nominal
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.emulation.link_commands import nominal
 from microbench.strategies.accuracy import (
     MICROBATCHES,
     NUM_SAMPLES,

@@ -18,8 +18,8 @@ import argparse
 import statistics
 from dataclasses import replace
 
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.emulation.links import nominal
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.emulation.link_commands import nominal
 from microbench.harness.options import add_number
 from microbench.harness.turns import equal_hosts
 from microbench.strategies.accuracy import make_pipeline, measure

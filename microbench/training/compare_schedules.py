@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.emulation.links import nominal
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.emulation.link_commands import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.machine import describe_machine, stderr
 from microbench.harness.options import add_number, select

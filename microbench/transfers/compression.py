@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import reshard
-from microbench.emulation.links import PAYLOAD_SHARE
+from microbench.emulation.link_commands import PAYLOAD_SHARE
 from microbench.harness.options import add_number, add_rates
 from microbench.harness.turns import (
     Times,

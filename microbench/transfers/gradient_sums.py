@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.links import PAYLOAD_SHARE
+from microbench.emulation.link_commands import PAYLOAD_SHARE
 from microbench.harness.options import add_number
 from microbench.harness.turns import (
     Times,

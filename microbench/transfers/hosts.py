@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from microbench.cases.rows import SUITES, Row, all_rows
-from microbench.emulation.cluster import ClusterError
+from microbench.emulation.emulated_cluster import ClusterError
 from microbench.emulation.namespaces import why_unsupported
 from microbench.harness.hosts_report import format_summary, format_table
 from microbench.harness.machine import describe_machine, stderr

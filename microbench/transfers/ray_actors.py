@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from microbench.emulation.links import PAYLOAD_SHARE
+from microbench.emulation.link_commands import PAYLOAD_SHARE
 from microbench.emulation.ray import ray_cluster
 from microbench.harness.options import add_number
 from microbench.harness.table import Table

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import reshard
-from microbench.emulation.links import nominal
+from microbench.emulation.link_commands import nominal
 from microbench.harness.options import add_number
 from microbench.harness.turns import Times, equal_hosts, medians_of, run_on_hosts, slowest, time_in_turns
 from reshard import Layout, Mesh

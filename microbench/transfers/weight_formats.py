@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.emulation.links import PAYLOAD_SHARE
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.emulation.link_commands import PAYLOAD_SHARE
 from microbench.harness.benchmark_rank import Stopwatch
 from microbench.harness.options import add_number, add_rates
 from microbench.harness.turns import equal_hosts

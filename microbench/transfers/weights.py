@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from microbench.emulation.links import nominal
+from microbench.emulation.link_commands import nominal
 from microbench.harness.options import add_number
 from microbench.harness.turns import (
     Times,

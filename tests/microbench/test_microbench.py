@@ -16,7 +16,7 @@ import torch
 
 from microbench.__main__ import CASES, main
 from microbench.cases.rows import CLUSTERS, read_cluster
-from microbench.emulation.links import cluster_link_commands, etc_hosts, host_link_commands, nominal
+from microbench.emulation.link_commands import cluster_link_commands, etc_hosts, host_link_commands, nominal
 from microbench.harness.benchmark_rank import _merge
 from microbench.harness.calibrate import deviations, mean_topology, measured_topology, plan_tests
 from microbench.harness.hosts_report import TRACED, format_markdown, format_suites, format_table, ratios_of_contenders

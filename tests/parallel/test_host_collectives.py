@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import EmulatedCluster
+from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.namespaces import why_unsupported
-from microbench.parallel.links import measure_shared_memory
+from microbench.parallel.grid_links import measure_shared_memory
 from reshard import _native
 from reshard.coordination.device_mesh import new_group
 from reshard.errors import DisagreementError, RemoteError, ReshardError

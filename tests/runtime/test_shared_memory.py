@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from microbench.emulation.cluster import EmulatedCluster
+from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.namespaces import why_unsupported
 from reshard import Layout, Mesh, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions

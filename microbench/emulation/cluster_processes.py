@@ -1,4 +1,4 @@
-"""The processes of an emulated cluster; :mod:`microbench.emulation.cluster` describes their tree."""
+"""The processes of an emulated cluster; :mod:`microbench.emulation.emulated_cluster` describes their tree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from microbench.emulation.links import (
+from microbench.emulation.link_commands import (
     CLUSTER_ADDRESS,
     TCP_SETTINGS,
     cluster_link_commands,

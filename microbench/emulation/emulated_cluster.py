@@ -27,9 +27,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from microbench.emulation.links import port_name
+from microbench.emulation.cluster_processes import SET_UP_SECONDS, run_and_exit, run_cluster
+from microbench.emulation.link_commands import port_name
 from microbench.emulation.namespaces import why_unsupported
-from microbench.emulation.processes import SET_UP_SECONDS, run_and_exit, run_cluster
 from reshard.errors import ReshardError
 from reshard.testing.processes import PROCESS_GRACE_SECONDS, collect_results
 from reshard.topology import Topology

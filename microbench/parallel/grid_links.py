@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import EmulatedCluster
+from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.harness.calibrate import measure_cluster
 from reshard.coordination.device_mesh import new_group
 from reshard.parallel.grid.collectives import Axis
