@@ -20,7 +20,7 @@ CASES = {
         "transfers.hosts",
         "pairs of layouts on emulated hosts, compared with other libraries; under torchrun on machines",
     ),
-    "report": ("harness.report", "tables and plots of a file that hosts --out wrote"),
+    "report": ("harness.hosts_report", "tables and plots of a file that hosts --out wrote"),
     "loopback": ("transfers.loopback", "transfers over loopback, compared with hand-written exchanges and torch"),
     "one_host": (
         "transfers.one_host",
@@ -49,7 +49,7 @@ CASES = {
         "methods of the strategy search on random clusters, and their speed",
     ),
     "native": ("kernels.native", "native code, compared with its reference implementations"),
-    "codecs": ("kernels.codecs", "rates of the codecs on one core"),
+    "codecs": ("kernels.codec_rates", "rates of the codecs on one core"),
     "memory": ("strategies.memory", "predicted and counted bytes of training strategies"),
     "variants": ("strategies.variants", "the choice of the search, compared with six training plans of a U-Net"),
     "accuracy": ("strategies.accuracy", "predicted and measured steps of strategies"),
@@ -68,11 +68,11 @@ CASES = {
     "compression_loss": ("training.compression_loss", "loss and speed of training with codecs"),
     "grid_times": ("parallel.grid_times", "linear layers on grids, compared with the bound and DTensor"),
     "wire_bytes": ("parallel.wire_bytes", "bytes on the wire of grids, compared with the formulas"),
-    "choices": ("parallel.choices", "the choice of choose_grid, compared with all grids"),
+    "choices": ("parallel.grid_choices", "the choice of choose_grid, compared with all grids"),
     "weak_scaling": ("parallel.weak_scaling", "predicted speed of 2.5-D over 2-D grids on 64 GPUs"),
-    "gpu_transfers": ("gpu.transfers", "Movers, compared with torch.distributed on a GPU"),
-    "gpu_engine": ("gpu.engine", "the pipeline engine, compared with a plain loop on a GPU"),
-    "gpu_codecs": ("gpu.codecs", "kernels of the codecs on a GPU, compared with copy_"),
+    "gpu.gpu_transfers": ("gpu.transfers", "Movers, compared with torch.distributed on a GPU"),
+    "gpu.gpu_engine": ("gpu.engine", "the pipeline engine, compared with a plain loop on a GPU"),
+    "gpu.gpu_codecs": ("gpu.codecs", "kernels of the codecs on a GPU, compared with copy_"),
     "gpu_packing": ("kernels.packing", "packing of strided boxes on a GPU, compared with copy_"),
 }
 
