@@ -13,7 +13,7 @@ import torch.distributed as dist
 from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.harness.calibrate import measure_cluster
 from reshard.coordination.device_mesh import new_group
-from reshard.parallel.grid.collectives import Axis
+from reshard.parallel.grid.grid_axis import Axis
 from reshard.topology import Topology
 
 #: Bytes of a message between two ranks of a host, and how many are measured.

@@ -11,7 +11,7 @@ from reshard.errors import DisagreementError
 from reshard.gradients.sums import CHECK_EVERY, axes_left, check_interval, declared_sums, sum_gradients
 from reshard.runtime.torch_compat import local_of
 
-from .grid.collectives import Axis
+from .grid.grid_axis import Axis
 from .grid.sum_agreement import SumAgreement, SumCall
 
 

@@ -27,7 +27,7 @@ from reshard.runtime.torch_compat import local_of
 from reshard.threads import start_thread
 
 from .gradients import hash_of_sums, sync_gradients, sync_gradients_of
-from .grid.collectives import Axis
+from .grid.grid_axis import Axis
 from .grid.sum_agreement import SumAgreement, SumCall
 
 #: A bucket is full when its gradients have this many bytes.

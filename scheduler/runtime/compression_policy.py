@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reshard.codecs import CODED_DTYPES, measure_rates, parse_codec
 from reshard.compression import CompressedAllGather, CompressedReduceScatter, Policy
-from reshard.compression.collectives import Wait
+from reshard.compression.encoded_collectives import Wait
 from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import padded_size, split_by_host, sum_over_hosts
 from reshard.dtypes import dtype_name

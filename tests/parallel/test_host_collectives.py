@@ -23,7 +23,7 @@ from reshard.coordination.device_mesh import new_group
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.parallel import Grid
 from reshard.parallel.grid import host_collectives
-from reshard.parallel.grid.collectives import Axis
+from reshard.parallel.grid.grid_axis import Axis
 from reshard.runtime.torch_compat import timeout_of
 from reshard.testing import LaunchError, run_processes
 from reshard.topology import Topology
