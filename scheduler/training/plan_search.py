@@ -28,9 +28,9 @@ from ..autoparallel import (
     trace_module,
     tune,
 )
-from ..autoparallel.command import find_topology, parse_bytes, parse_keep
 from ..autoparallel.costs.problem import SearchProblem
 from ..autoparallel.modules.tracing import TracedModel
+from ..autoparallel.search_command import find_topology, parse_bytes, parse_keep
 from ..autoparallel.searching import choose_training_plan, make_problem, warn_if_noisy
 from ..autoparallel.tuning import Measurement, Tuned
 from .loop import TrainingJob, make_loaders, make_pipe
