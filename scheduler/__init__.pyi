@@ -1,4 +1,3 @@
-from .costs import plan_edge as plan_edge
 from .graph import Edge as Edge, Pipeline as Pipeline, Stage as Stage
 from .ir.schedule import Schedule as Schedule
 from .ir.text import from_torch_csv as from_torch_csv, parse_schedule as parse_schedule, to_torch_csv as to_torch_csv
@@ -29,3 +28,4 @@ from .simulation.page import to_html as to_html
 from .simulation.replay import simulate_schedule as simulate_schedule
 from .simulation.validate import check_schedule as check_schedule
 from .simulation.visualize import to_chrome_trace as to_chrome_trace, to_svg as to_svg
+from .transfer_costs import plan_edge as plan_edge

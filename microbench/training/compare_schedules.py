@@ -28,8 +28,8 @@ from microbench.training.training_rank import MAX_TRIES, Method, Training, measu
 from microbench.training.workload import TrainingWorkload
 from reshard.cli.progress import print_line, track
 from reshard.scheduler import Edge, Pipeline, Stage, simulate_schedule, to_chrome_trace
-from reshard.scheduler.costs import price_edge
 from reshard.scheduler.training.models.presets import GPTConfig, UTransformerConfig
+from reshard.scheduler.transfer_costs import price_edge
 from reshard.topology import Topology, topology_from_json
 
 NUM_MICROBATCHES = 64

@@ -20,10 +20,10 @@ from reshard.errors import ArgumentError
 from reshard.planner import Strategy
 from reshard.topology import CodecRate, Topology
 
-from ..costs import price_edge
 from ..graph import Pipeline
 from ..ir.schedule import Schedule
 from ..passes.edge_codecs import choose_codecs, compress_edges
+from ..transfer_costs import price_edge
 from .data_parallel import is_fsdp
 from .tied_params import TiedParameters
 

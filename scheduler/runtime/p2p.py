@@ -19,9 +19,9 @@ from reshard.runtime.cuda.stream import STREAMS
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Topology
 
-from ..costs import plan_encoded
 from ..graph import Edge, Pipeline
 from ..ir.actions import StageChannel
+from ..transfer_costs import plan_encoded
 from . import torch_compat
 
 Tensors = dict[str, torch.Tensor]

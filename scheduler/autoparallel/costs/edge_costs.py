@@ -10,9 +10,9 @@ from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.sharding import Mesh, TensorSpec
 from reshard.topology import Host, Topology
 
-from ...costs import price_edge
 from ...graph import Edge, Loads
 from ...pipe.partition.stage_mesh import GRID_AXES, STAGE_AXES, layout_of_tensor
+from ...transfer_costs import price_edge
 from ..inputs.cluster import Cluster
 from ..inputs.layer_choices import GridShape
 from ..inputs.layer_graph import LayerGraph, Tensor

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.dtypes import ITEMSIZE, dtype_name
-from reshard.parallel.costs import AxisCost, find_axis_cost
+from reshard.parallel.axis_costs import AxisCost, find_axis_cost
 from reshard.parallel.grid.cuts import AXES
 from reshard.parallel.layer_price import GridLoad, LayerPrice, LayerSizes, price_layer
 from reshard.topology import Host, Link, Topology
