@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from microbench.harness.machine import describe_machine, format_machine, stderr
+from microbench.harness.machine_description import describe_machine, format_machine, stderr
 from microbench.harness.options import BenchmarkOptionError
 from reshard.cli.progress import print_line
 from reshard.errors import ReshardError

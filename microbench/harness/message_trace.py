@@ -16,7 +16,7 @@ from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.link_commands import nominal
 from microbench.harness.benchmark_rank import Stopwatch
 from microbench.harness.calibrate import measure_cluster
-from reshard.cli.demo import shard_of_positions
+from reshard.cli.demo_transfers import shard_of_positions
 from reshard.cost import Timeline, simulate
 from reshard.plan import Plan
 from reshard.planner import plan_tensors

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from microbench.harness.machine import stderr
+from microbench.harness.machine_description import stderr
 from microbench.harness.options import add_number
 from microbench.harness.table import Table
 from reshard.cli.progress import track

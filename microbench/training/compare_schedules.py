@@ -18,7 +18,7 @@ from typing import Any
 from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.link_commands import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
-from microbench.harness.machine import describe_machine, stderr
+from microbench.harness.machine_description import describe_machine, stderr
 from microbench.harness.options import add_number, select
 from microbench.harness.records import write_records
 from microbench.harness.steal_time import merge_laps

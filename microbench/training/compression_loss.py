@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from microbench.harness.machine import stderr
+from microbench.harness.machine_description import stderr
 from microbench.harness.options import add_number
 from microbench.harness.turns import equal_hosts, run_on_hosts
 from microbench.kernels.zfp import zfp_as_int8

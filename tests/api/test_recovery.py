@@ -16,7 +16,7 @@ import torch.multiprocessing
 
 import reshard
 from reshard import Layout, Mesh, Topology
-from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.coordination.groups.process_group import serve_store
 from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import reshard
 import reshard.api.prepare
 from reshard import Layout, Mesh, Topology
-from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.coordination.groups.process_group import serve_store
 from reshard.coordination.groups.store import LOST_STORE_SECONDS
 from reshard.planner import AUTO, STRATEGIES

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from reshard.cli import demo
+from reshard.cli import demo_transfers
 from reshard.cli.commands.plan import MAX_PRINTED_MESSAGES, default_topology
 from reshard.cli.demo_cases import gpu_cases
 from reshard.cli.main import main
@@ -254,7 +254,7 @@ def test_demo_on_gpus_needs_a_gpu_for_each_rank_or_leave_to_share_them(capsys, m
 
 @pytest.mark.nightly
 def test_cases_of_the_demo_on_gpus_move_every_element(capsys):
-    assert demo._run(gpu_cases(64)) == 0
+    assert demo_transfers._run(gpu_cases(64)) == 0
     assert "18 of 18 runs moved every element correctly" in capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ import torch
 import reshard
 import reshard.cupy
 from reshard import Layout, Mesh
-from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.planner.registry import STRATEGIES
 from reshard.runtime.cpu.staging import TorchMemory, view_as_bits
 from reshard.runtime.cuda.stream import CudaRoundStreams

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
 from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
-from reshard.cli.demo import shard_of_positions
+from reshard.cli.demo_transfers import shard_of_positions
 from reshard.errors import PlanError
 from reshard.plan.messages import expand_messages, message_nbytes
 from reshard.planner.registry import STRATEGIES

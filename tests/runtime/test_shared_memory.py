@@ -18,7 +18,7 @@ import reshard
 from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.namespaces import why_unsupported
 from reshard import Layout, Mesh, Topology
-from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.errors import TransferTimeoutError
 from reshard.planner import plan_tensors
 from reshard.runtime.program import build_program

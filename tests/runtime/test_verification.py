@@ -13,7 +13,7 @@ import torch
 
 import reshard
 from reshard import Layout, Mesh, RegionLayout, Topology
-from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.plan.messages import expand_messages
 from reshard.plan.text_parser import parse_plan
 from reshard.runtime.cpu import executor

@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError("the demo needs torch: pip install 'reshard[torch]'")
     if not 1 <= options.divide <= 128:
         raise ArgumentError(f"--divide is {options.divide}; it must be from 1 to 128")
-    from reshard.cli.demo import run_demo, run_demo_on_gpus
+    from reshard.cli.demo_transfers import run_demo, run_demo_on_gpus
 
     if options.device == "cuda":
         return run_demo_on_gpus(options.share_gpus)

@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """1 if there are problems, else 0. Ranks other than 0 return 0: torchrun would end rank 0 once one fails."""
-    from reshard.cli.machine import can_run_jobs, examine_machine
+    from reshard.cli.machine_checks import can_run_jobs, examine_machine
 
     check_timeout(options.timeout)
     if not {"RANK", "WORLD_SIZE"} & set(os.environ) or not can_run_jobs():
         return print_findings(*examine_machine())
-    from reshard.cli.doctor import examine
+    from reshard.cli.job_checks import examine
 
     findings = examine(options.timeout)
     return print_findings(*findings) if os.environ.get("RANK") == "0" else 0

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print them, one in a line."""
-    from reshard.cli.machine import why_torch_fails
+    from reshard.cli.machine_checks import why_torch_fails
 
     facts = [("reshard", __version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
     for package in ("numpy", "scipy", "torch", "jax", "cupy", "ray"):

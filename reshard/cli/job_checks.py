@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.cli.machine import MIN_OPEN_FILES, examine_installation
+from reshard.cli.machine_checks import MIN_OPEN_FILES, examine_installation
 from reshard.cli.progress import show_progress
 from reshard.coordination import family_of, is_loopback, own_address, serve_store
 from reshard.errors import ArgumentError, TransferTimeoutError
