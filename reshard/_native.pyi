@@ -246,7 +246,7 @@ class PipelineModel:
     def peak_bytes(self, rows: list[list[int]]) -> list[float]: ...
 
 class DigestedRegions:
-    """Regions that are digested by one call; see ``reshard.weights.model.digests``."""
+    """Regions that are digested by one call; see ``reshard.weights.model.region_digests``."""
 
     def __init__(self) -> None: ...
     def add(self, words: Any, index_strides: Any, first: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.formatting import brief
 
-from .digests import DIGESTS_FILE, read_digests
+from .file_digests import DIGESTS_FILE, read_digests
 from .folders import PICKLED_INDEX_FILE, find_checkpoints, read_path
 from .index import INDEX_FILE
 from .pickled import PickledCheckpoint

@@ -15,7 +15,7 @@ import torch
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.formatting import brief
 
-from .digests import digest_parts, write_digests, write_synced
+from .file_digests import digest_parts, write_digests, write_synced
 from .folders import begin, finish, folder_of, prune, read_path, unfinished_folder
 from .index import INDEX_FILE
 from .state import Exchange, TrainingState, check_objects, rng_state

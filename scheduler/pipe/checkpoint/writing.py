@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 
 from reshard.errors import ArgumentError, DisagreementError
 
-from .digests import digest_parts, write_synced
-from .dtypes import CODES, DTYPES
+from .file_digests import digest_parts, write_synced
 from .index import CheckpointEntry, Index, Shard, check_shards
 from .plain_parameters import JoinedTensor, find_pieces
+from .safetensors_dtypes import CODES, DTYPES
 from .values import encode, format_json
 
 #: Size from which on a rank begins another file. A file may need its size in memory while it is written.
