@@ -9,8 +9,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from microbench.harness.case_options import BenchmarkOptionError
 from microbench.harness.machine_description import describe_machine, format_machine, stderr
-from microbench.harness.options import BenchmarkOptionError
 from reshard.cli.progress import print_line
 from reshard.errors import ReshardError
 
@@ -41,7 +41,7 @@ CASES = {
     "auto_quality": ("planner.auto_quality", "the auto strategy, compared with all strategies that it chooses from"),
     "planning_time": ("planner.planning_time", "time to plan nine layout pairs on three networks"),
     "scaling": ("planner.scaling", "planning time and memory by number of ranks"),
-    "large": ("planner.large", "plans for thousands of ranks and for whole models"),
+    "large": ("planner.large_plans", "plans for thousands of ranks and for whole models"),
     "per_host": ("planner.per_host", "plans made once per host, compared with plans made by each of its ranks"),
     "check_speed": ("planner.check_speed", "time and memory of check_plan by number of messages"),
     "strategy_search": (
@@ -50,7 +50,7 @@ CASES = {
     ),
     "native": ("kernels.native", "native code, compared with its reference implementations"),
     "codecs": ("kernels.codec_rates", "rates of the codecs on one core"),
-    "memory": ("strategies.memory", "predicted and counted bytes of training strategies"),
+    "memory": ("strategies.predicted_memory", "predicted and counted bytes of training strategies"),
     "variants": ("strategies.variants", "the choice of the search, compared with six training plans of a U-Net"),
     "accuracy": ("strategies.accuracy", "predicted and measured steps of strategies"),
     "all_divisions": ("strategies.all_divisions", "the choice of the search, compared with all divisions into stages"),

@@ -14,7 +14,7 @@ from reshard.planner import Strategy, compress_tensors, plan_tensors
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology
 
-from .graph import Edge, Loads
+from .pipeline import Edge, Loads
 
 
 @check_arguments()

@@ -154,10 +154,10 @@ def test_every_error_is_on_its_page():
 def test_examples_in_docstrings_run():
     import doctest
 
-    import reshard.api.local
+    import reshard.api.one_process
     import reshard.sharding.mesh
 
-    for module in (reshard.api.local, reshard.sharding.mesh):
+    for module in (reshard.api.one_process, reshard.sharding.mesh):
         result = doctest.testmod(module)
         assert result.attempted
         assert not result.failed

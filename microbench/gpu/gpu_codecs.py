@@ -9,7 +9,7 @@ import argparse
 
 import torch
 
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.harness.table import Table
 from microbench.kernels.packing import seconds_of
 from reshard.codecs import BLOCK_CODECS, BlockCodec, parse_codec

@@ -17,7 +17,7 @@ from reshard import Mesh
 from reshard.scheduler import Pipeline, Stage, StageOutput, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.training.models.gpt import GPT
-from reshard.scheduler.training.models.presets import GPTConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.testing import run_processes
 
 TURNS = 9

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from microbench.harness.case_options import BenchmarkOptionError
 from microbench.harness.machine_description import format_machine, stderr
-from microbench.harness.options import BenchmarkOptionError
 from reshard.cli.progress import show_progress
 
 Record = dict[str, Any]

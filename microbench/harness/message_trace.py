@@ -20,7 +20,7 @@ from reshard.cli.demo_transfers import shard_of_positions
 from reshard.cost import Timeline, simulate
 from reshard.plan import Plan
 from reshard.planner import plan_tensors
-from reshard.runtime.cpu.executor import NOTIFY_TAG
+from reshard.runtime.cpu.program_executor import NOTIFY_TAG
 
 
 @dataclass(frozen=True)

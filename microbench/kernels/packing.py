@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
+from microbench.harness.case_options import add_number
 from microbench.harness.machine_description import stderr
-from microbench.harness.options import add_number
 from microbench.harness.table import Table
 from reshard.cli.progress import track
 

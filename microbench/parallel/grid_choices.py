@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from microbench.emulation.emulated_cluster import EmulatedCluster
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.harness.table import Table
 from microbench.harness.turns import Times, medians_of, slowest, time_in_turns
 from microbench.parallel.grid_links import measure_grid_links
@@ -31,7 +31,7 @@ from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, s
 from reshard.parallel.grid import AXES
 from reshard.parallel.grid_choice import GridPrice
 from reshard.scheduler.training.models.gpt import GPT
-from reshard.scheduler.training.models.presets import GPTConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.topology import Topology
 
 HEADS, VOCABULARY, TIMEOUT_SECONDS = 16, 512, 300

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from microbench.emulation.emulated_cluster import EmulatedCluster
-from microbench.harness.options import BenchmarkOptionError, add_number
+from microbench.harness.case_options import BenchmarkOptionError, add_number
 from microbench.parallel.grid_links import measure_grid_links
 from microbench.parallel.layers import GridShape, LinearStack, layer_products, transformer_linears
 from reshard.cli.progress import print_line, track

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.harness.table import Table
 from reshard.cli.progress import print_line, track
 from reshard.parallel import TransformerSizes, choose_grid

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.harness.records import write_records
 from reshard.cli.progress import track
 from reshard.cost import simulate

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from microbench.harness.case_options import add_number, select
 from microbench.harness.new_process import call_in_new_process
-from microbench.harness.options import add_number, select
 from reshard.cli.progress import print_line, track
 from reshard.errors import PlanError
 from reshard.plan import Plan, Transfers, check_plan

@@ -16,7 +16,7 @@ from typing import Any
 
 from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.link_commands import nominal
-from microbench.harness.options import select
+from microbench.harness.case_options import select
 from microbench.harness.steal_time import merge_laps
 from microbench.harness.turns import equal_hosts
 from microbench.strategies.by_hand import make_by_hand, parse_stages
@@ -24,7 +24,7 @@ from microbench.training.training_rank import Method, Training, train_in_turns
 from reshard.cli.progress import print_line, track
 from reshard.scheduler import Pipeline, Schedule
 from reshard.scheduler.autoparallel import Cluster, Layer, LayerGraph, LayerProfile, Tensor, TrainingPlan
-from reshard.scheduler.autoparallel.costs.problem import SearchProblem, Stages
+from reshard.scheduler.autoparallel.costs.search_problem import SearchProblem, Stages
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
 from reshard.scheduler.autoparallel.searching import choose_training_plan
 from reshard.scheduler.autoparallel.tuning import correct_profile

@@ -11,12 +11,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.planner.strategy_search import FLOPS, GBIT, make_topology
 from reshard.cli.progress import print_line, track
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import MIXED_PRECISION, ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile
-from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+from reshard.scheduler.autoparallel.costs.search_problem import SearchProblem
 from reshard.scheduler.autoparallel.searching import choose_training_plan
 
 METHODS = ("pure", "galvatron", "bmw", "joint", "auto")

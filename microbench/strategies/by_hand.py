@@ -8,10 +8,10 @@ from dataclasses import replace
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import Choice, Cluster, TrainingPlan
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
-from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.plan_making import make_training_plan
-from reshard.scheduler.training.models.presets import GPTConfig, Preset, UTransformerConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig, Preset, UTransformerConfig
 
 #: Small models that train on CPU processes.
 _UNTIED = GPTConfig(6, 4, 16, sequence=64, vocabulary=512, is_tied=False)

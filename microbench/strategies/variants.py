@@ -10,7 +10,7 @@ import os
 import statistics
 from dataclasses import replace
 
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.strategies.by_hand import U_TRANSFORMER, make_by_hand, parse_stages
 from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import Cluster, TrainingPlan

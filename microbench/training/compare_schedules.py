@@ -18,8 +18,8 @@ from typing import Any
 from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.link_commands import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
+from microbench.harness.case_options import add_number, select
 from microbench.harness.machine_description import describe_machine, stderr
-from microbench.harness.options import add_number, select
 from microbench.harness.records import write_records
 from microbench.harness.steal_time import merge_laps
 from microbench.harness.suite import MAX_DEVIATION
@@ -28,7 +28,7 @@ from microbench.training.training_rank import MAX_TRIES, Method, Training, measu
 from microbench.training.workload import TrainingWorkload
 from reshard.cli.progress import print_line, track
 from reshard.scheduler import Edge, Pipeline, Stage, simulate_schedule, to_chrome_trace
-from reshard.scheduler.training.models.presets import GPTConfig, UTransformerConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig, UTransformerConfig
 from reshard.scheduler.transfer_costs import price_edge
 from reshard.topology import Topology, topology_from_json
 

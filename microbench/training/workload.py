@@ -14,7 +14,7 @@ from reshard.scheduler.pipe.partition.batches import BatchOutline, outline_batch
 from reshard.scheduler.pipe.partition.stage_graph import FakeModel, StageGraph
 from reshard.scheduler.training.data import BatchLoader, PictureLoader, TokenLoader, read_tokens
 from reshard.scheduler.training.models.making import find_cuts, make_model
-from reshard.scheduler.training.models.presets import GPTConfig, UTransformerConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig, UTransformerConfig
 
 
 @dataclass(frozen=True)

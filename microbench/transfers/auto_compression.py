@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import reshard
-from microbench.harness.options import add_number, add_rates
+from microbench.harness.case_options import add_number, add_rates
 from microbench.harness.turns import Times, equal_hosts, medians_of, run_on_hosts, slowest
 from microbench.transfers.compression import CASES, CODECS, case_layouts, payload_topology, time_movers
 from reshard.cli.progress import track

@@ -20,7 +20,7 @@ import torch
 
 import reshard
 from microbench.emulation.link_commands import PAYLOAD_SHARE
-from microbench.harness.options import add_number, add_rates
+from microbench.harness.case_options import add_number, add_rates
 from microbench.harness.turns import (
     Times,
     equal_hosts,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from microbench.emulation.link_commands import PAYLOAD_SHARE
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.harness.turns import (
     Times,
     equal_hosts,

@@ -19,9 +19,9 @@ from typing import Any
 from microbench.cases.rows import SUITES, Row, all_rows
 from microbench.emulation.emulated_cluster import ClusterError
 from microbench.emulation.namespaces import why_unsupported
+from microbench.harness.case_options import BenchmarkOptionError, add_number
 from microbench.harness.hosts_report import format_summary, format_table
 from microbench.harness.machine_description import describe_machine, stderr
-from microbench.harness.options import BenchmarkOptionError, add_number
 from microbench.harness.records import write_records
 from microbench.harness.steal_time import TimeBudget
 from microbench.harness.suite import (

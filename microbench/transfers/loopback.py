@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from microbench.harness.options import add_number, select
+from microbench.harness.case_options import add_number, select
 from microbench.harness.turns import medians_of, slowest, time_in_turns
 from microbench.peers.torch_baselines import FullTensor
 from reshard.cli.demo_transfers import count_unlike, shard_of_positions

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import reshard
 from microbench.harness.calibrate import InsideTransfer, measure_links, measured_topology
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.harness.turns import format_seconds, medians_of, slowest, time_in_turns
 from microbench.peers.base import NotApplicable, slices_of
 from microbench.peers.registry import PEERS, make_ours

@@ -15,7 +15,7 @@ import torch
 
 import reshard
 from microbench.emulation.link_commands import nominal
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.harness.turns import Times, equal_hosts, medians_of, run_on_hosts, slowest, time_in_turns
 from reshard import Layout, Mesh
 from reshard.testing.processes import run_processes

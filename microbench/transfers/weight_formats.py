@@ -25,7 +25,7 @@ import torch
 from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.link_commands import PAYLOAD_SHARE
 from microbench.harness.benchmark_rank import Stopwatch
-from microbench.harness.options import add_number, add_rates
+from microbench.harness.case_options import add_number, add_rates
 from microbench.harness.turns import equal_hosts
 from microbench.transfers.publication import NUM_TRAINERS, Publication, make_group
 from reshard.cli.progress import print_line, track
@@ -33,7 +33,7 @@ from reshard.codecs.formats import known_formats
 from reshard.codecs.rates import time_formats
 from reshard.scheduler.training.data import TokenLoader, read_tokens
 from reshard.scheduler.training.models.making import make_model
-from reshard.scheduler.training.models.presets import GPTConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.topology import Topology
 from reshard.weights.encoded import MAX_KEPT
 from reshard.weights.encoded_regions import decode_region, encode_region, largest_size

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import reshard
 from microbench.emulation.link_commands import nominal
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.harness.turns import (
     Times,
     equal_hosts,

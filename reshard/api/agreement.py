@@ -39,7 +39,7 @@ from reshard.formatting import brief
 from reshard.planner import find_strategy
 from reshard.public_api import caller_level
 from reshard.runtime.array_bytes import digest_array
-from reshard.runtime.cuda.encoded_shards import check_device_codec
+from reshard.runtime.cuda.device_encoding import check_device_codec
 from reshard.runtime.cuda.host_copies import is_copied
 from reshard.sharding import TensorSpec, check_shape
 from reshard.topology import Topology, topology_to_json

@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import brief
 from reshard.plan import Plan
 from reshard.planner import AUTO_CODEC
-from reshard.runtime.cuda.encoded_shards import check_device_codec
+from reshard.runtime.cuda.device_encoding import check_device_codec
 
 #: Values of ``on_loss``. When ranks are lost, a call raises an error, raises an error with a recovery plan, or
 #: recovers.

@@ -13,7 +13,7 @@ from reshard.api.arrays.memory_in_use import note_use
 from reshard.api.handle import StreamHandle, StreamWatch
 from reshard.coordination import NCCL_ROOT_CAUSE_GRACE_SECONDS, Monitor
 from reshard.runtime.cpu.staging import view_as_bits
-from reshard.runtime.cuda.encoded_shards import DeviceDecodedTarget
+from reshard.runtime.cuda.device_encoding import DeviceDecodedTarget
 from reshard.runtime.cuda.nccl_library import NcclError
 from reshard.runtime.cuda.stream import STREAMS, StreamRunner, is_capturing
 

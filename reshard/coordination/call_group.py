@@ -23,7 +23,13 @@ import torch
 import torch.distributed as dist
 
 from reshard.coordination.agreement_rounds import AgreementRounds
-from reshard.coordination.groups.messages import Decision, RoundRequest, describe_error, name_rank, parse_error
+from reshard.coordination.groups.agreement_messages import (
+    Decision,
+    RoundRequest,
+    describe_error,
+    name_rank,
+    parse_error,
+)
 from reshard.coordination.groups.process_group import Group, check_inside
 from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
 from reshard.coordination.liveness.call_sequence import in_round, record_skipped

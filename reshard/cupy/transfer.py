@@ -16,7 +16,7 @@ from reshard.errors import ArgumentError, DisagreementError, PlanError
 from reshard.formatting import format_ranks
 from reshard.plan import Plan, ensure_checked
 from reshard.runtime.program import Slices, build_program
-from reshard.runtime.rounds.memory import Posted
+from reshard.runtime.rounds.device_interfaces import Posted
 from reshard.runtime.rounds.runner import RoundRunner
 from reshard.runtime.rounds.schedule import find_rounds
 from reshard.sharding import TensorSpec
@@ -295,7 +295,7 @@ def _address(array: Array) -> int:
 
 
 class _CupyMemory:
-    """Implements :class:`~reshard.runtime.rounds.memory.Memory` for CuPy arrays on the current device."""
+    """Implements :class:`~reshard.runtime.rounds.device_interfaces.Memory` for CuPy arrays on the current device."""
 
     device = None
 

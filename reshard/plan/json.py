@@ -10,7 +10,7 @@ import numpy as np
 from reshard.errors import LayoutError, PlanError, ReshardError
 from reshard.formatting import brief
 from reshard.plan.messages import expand_messages
-from reshard.plan.model import Plan
+from reshard.plan.plan import Plan
 from reshard.plan.rotation_plan import MAX_LISTED
 from reshard.plan.text_parser import parse_plan, read_plan_topology
 from reshard.plan.text_writer import format_transfer

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from reshard.plan.model import Plan
+from reshard.plan.plan import Plan
 from reshard.plan.rotation_plan import INSIDE_WINDOW, RotationPlan
 from reshard.plan.transfers import GATHERED, Transfers
 from reshard.ragged import ranges

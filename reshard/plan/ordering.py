@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.plan.model import Plan
+from reshard.plan.plan import Plan
 from reshard.plan.rotation_plan import RotationPlan
 from reshard.plan.transfers import GATHERED
 

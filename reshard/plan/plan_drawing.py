@@ -11,7 +11,7 @@ from reshard.drawing import colour_of, draw, draw_fragment, draw_keys
 from reshard.formatting import count_of, format_bytes, format_ranks, format_seconds
 from reshard.plan.drawing_frames import FLAT_LABEL, WIDTH, Frame, Placing, Point, cell_size, place_boxes
 from reshard.plan.drawn_hosts import HostBox, HostBoxes, Traffic
-from reshard.plan.model import Plan
+from reshard.plan.plan import Plan
 from reshard.plan.port_loads import describe_load, find_loads
 from reshard.plan.rotation_plan import MAX_LISTED
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from reshard.errors import ArgumentError, PlanError
 from reshard.plan.even_exchange import EvenExchange, KeyRange, OwnMessages
-from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan, mark_sound, ranks_of
+from reshard.plan.plan import DEFAULT_STAGING_BYTES, Plan, mark_sound, ranks_of
 from reshard.plan.rotation_loads import RotationLoads
 from reshard.plan.transfers import Transfers
 from reshard.sharding import TensorSpec, check_integer, check_tensors

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import PlanError, ReshardError
-from reshard.plan.model import Plan
+from reshard.plan.plan import Plan
 from reshard.plan.rotation_plan import ROTATION, RotationPlan
 from reshard.plan.text_writer import LATENCIES
 from reshard.plan.transfers import GATHERED, Transfers

@@ -37,7 +37,7 @@ from reshard.sharding import TensorSpec, format_box
 from reshard.topology import Topology, topology_to_json
 
 if TYPE_CHECKING:
-    from reshard.plan.model import Plan
+    from reshard.plan.plan import Plan
 
 #: Latencies of the topology. The text omits zeros.
 LATENCIES = ("latency_seconds", "inside_latency_seconds")

@@ -31,7 +31,7 @@ from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.branch_and_bound import SEARCH_STEPS, search_briefly, search_work
 from reshard.planner.strategies.chunking import routes_to_transfers
 from reshard.planner.strategies.direct import local_cuts
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes, Strategy
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology

@@ -14,7 +14,7 @@ from reshard.planner.auto_strategy import choose_fastest
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.stacking import Stacks, stack_problem, unstack
 from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, STAGING_PARTS, routes_to_transfers
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes, Strategy
 from reshard.planner.strategies.routes_check import check_routes
 from reshard.planner.tensor_codecs import AUTO_CODEC, compress_tensors

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from reshard.plan import Transfers, cut_chunks
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import ranges
 from reshard.sharding import AnyLayout, TensorSpec
 from reshard.topology import Topology

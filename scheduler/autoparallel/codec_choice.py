@@ -10,7 +10,7 @@ from reshard.formatting import brief
 
 from .costs.codec_costs import parts_of_policy
 from .costs.iteration import Evaluation, evaluate
-from .costs.problem import SearchProblem
+from .costs.search_problem import SearchProblem
 from .methods.auto_method import METHODS, Method, auto, decide, simplify, why_nothing_fits
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from reshard.topology import MACHINES, Topology, load_preset, read_topology
 
 from .costs.layer_costs import MIXED_PRECISION, StateBytes
 from .inputs.cluster import Cluster
-from .inputs.files import read_value, write_text
 from .inputs.layer_graph import LayerGraph
 from .inputs.layer_profile import EFFICIENCY, LayerProfile
+from .inputs.text_files import read_value, write_text
 from .methods.auto_method import METHODS
 from .searching import search
 

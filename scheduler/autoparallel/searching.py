@@ -13,7 +13,7 @@ from reshard.formatting import did_you_mean
 
 from .codec_choice import choose
 from .costs.layer_costs import StateBytes
-from .costs.problem import SearchProblem
+from .costs.search_problem import SearchProblem
 from .device_subsets import choose_part
 from .inputs.cluster import Cluster
 from .inputs.layer_choices import Choice, ChoiceRules, GridShape

@@ -9,10 +9,10 @@ from itertools import accumulate
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.formatting import brief
 
-from ..graph import Pipeline
 from ..ir.actions import Action, Kind, StageChannel
 from ..ir.communication import RECVS_AHEAD, add_transfers, computations
 from ..ir.schedule import Schedule, check_fits
+from ..pipeline import Pipeline
 from ..simulation.replay import simulate_schedule
 
 Pass = Callable[[Schedule, Pipeline], Schedule]

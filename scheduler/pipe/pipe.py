@@ -18,8 +18,8 @@ from reshard.formatting import brief, count_of
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
-from ..graph import MAX_COUNT, Pipeline
 from ..ir.schedule import Schedule
+from ..pipeline import MAX_COUNT, Pipeline
 from ..runtime.engine import Engine
 from ..runtime.ready_order import Order
 from ..runtime.tied_params import TiedParameter

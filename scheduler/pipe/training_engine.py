@@ -16,12 +16,12 @@ from reshard.errors import ArgumentError
 from ..ir.schedule import Schedule
 from ..runtime.data_parallel import is_fsdp, plain_parameters
 from ..runtime.engine import Engine, ending_calls
-from ..runtime.executor import RankStepResult, StageTotals, StepInputs
 from ..runtime.grad_sync import restore_gradients, stash_gradients
 from ..runtime.local_tensors import is_dtensor
+from ..runtime.step_executor import RankStepResult, StageTotals, StepInputs
 from ..schedules.classic import zb_h1
-from ..simulation.lower_bound import LowerBound, find_lower_bound
 from ..simulation.replay import PipelineTimeline, simulate_schedule
+from ..simulation.schedule_lower_bound import LowerBound, find_lower_bound
 from . import checkpoint
 from .dry_run import DryRun, Shard
 from .feeding import Feeder

@@ -20,9 +20,9 @@ from reshard.errors import ArgumentError
 from reshard.planner import Strategy
 from reshard.topology import CodecRate, Topology
 
-from ..graph import Pipeline
 from ..ir.schedule import Schedule
 from ..passes.edge_codecs import choose_codecs, compress_edges
+from ..pipeline import Pipeline
 from ..transfer_costs import price_edge
 from .data_parallel import is_fsdp
 from .tied_params import TiedParameters

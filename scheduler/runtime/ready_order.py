@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from ..graph import Pipeline
 from ..ir.actions import Action, Kind, StageChannel
 from ..ir.communication import RECVS_AHEAD
 from ..ir.schedule import Schedule, in_flight_change
+from ..pipeline import Pipeline
 from .p2p import PendingTransfer
 from .rank_actions import ChannelEnd, Computation, RankActions, Transfer
 

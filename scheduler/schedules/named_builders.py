@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..graph import Pipeline
 from ..ir.schedule import Schedule
+from ..pipeline import Pipeline
 from .registry import KNOWN_SCHEDULES
 from .schedule_search import auto_schedule
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from reshard import _native
 
-from ..graph import Pipeline
 from ..ir.actions import Action, Kind, compute_seconds
 from ..ir.communication import RECVS_AHEAD
+from ..pipeline import Pipeline
 from .list_scheduling import DispatchRule
 from .phases import alternate
 

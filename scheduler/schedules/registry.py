@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..graph import Pipeline
 from ..ir.actions import Action
 from ..ir.schedule import Schedule
+from ..pipeline import Pipeline
 from .classic import (
     eager_1f1b,
     eager_warmups,

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.formatting import brief
 
-from ..graph import Pipeline, check_limits, check_placement
 from ..ir.communication import add_transfers
 from ..ir.schedule import Schedule
-from ..simulation.lower_bound import find_lower_bound
+from ..pipeline import Pipeline, check_limits, check_placement
+from ..simulation.schedule_lower_bound import find_lower_bound
 from .classic import check_microbatches
 from .list_scheduling import DispatchRule
 from .orders import Order, OrderModel

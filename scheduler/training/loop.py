@@ -23,12 +23,12 @@ from ..pipe.placement import parse_placements
 from ..pipe.training_engine import PipelineEngine
 from ..runtime.ready_order import Order
 from ..schedules.named_builders import NAMED_BUILDERS
-from ..simulation.lower_bound import LowerBound
 from ..simulation.replay import PipelineTimeline
+from ..simulation.schedule_lower_bound import LowerBound
 from .data import BatchLoader, PictureLoader, TokenLoader, hold_out, read_tokens
 from .dump import TensorDump, dumped_steps
 from .models.making import find_cuts, layer_paths, make_model
-from .models.presets import GPTConfig, Preset
+from .models.model_presets import GPTConfig, Preset
 from .progress import Progress
 from .recipe import describe_changes
 from .training_report import RunFolder

@@ -10,7 +10,7 @@ from typing import Any
 from reshard.formatting import format_seconds
 
 from ..pipe.totals import StepResult
-from .models.presets import GPTConfig, Preset
+from .models.model_presets import GPTConfig, Preset
 
 
 class Progress:

@@ -17,7 +17,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
 from ..schedules.named_builders import NAMED_BUILDERS
-from .models.presets import PRESETS, GPTConfig, Preset, find_preset
+from .models.model_presets import PRESETS, GPTConfig, Preset, find_preset
 
 if TYPE_CHECKING:
     from ..autoparallel import TrainingPlan

@@ -28,7 +28,7 @@ from reshard.planner.multicast.parts import split_by_ports
 from reshard.planner.multicast.strategy import schedule_chunks
 from reshard.planner.strategies.chunking import routes_to_transfers
 from reshard.planner.strategies.direct import send_recv
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.sharding import TensorSpec
 from reshard.topology import Host, Link, Topology
 

@@ -24,9 +24,9 @@ from reshard.coordination.groups.process_group import serve_store
 from reshard.coordination.groups.store import LOST_STORE_SECONDS
 from reshard.planner import AUTO, STRATEGIES
 from reshard.runtime.array_bytes import flat_bytes
-from reshard.runtime.cpu.executor import NOTIFY_TAG
+from reshard.runtime.cpu.program_executor import NOTIFY_TAG
 from reshard.runtime.transport.connections import GlooTransport
-from reshard.topology.model import Host, Link
+from reshard.topology.topology import Host, Link
 
 TIMEOUT_SECONDS = 2.0
 #: Time limits of the survivors: DEATH_SECONDS from the death of a rank to the error, SILENCE_SECONDS from the timeout

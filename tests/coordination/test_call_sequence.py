@@ -15,7 +15,7 @@ import torch.distributed as dist
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh
-from reshard.coordination.groups.messages import RankStatus, RoundRequest
+from reshard.coordination.groups.agreement_messages import RankStatus, RoundRequest
 from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness import call_sequence
 from reshard.testing.processes import run_processes

@@ -21,7 +21,7 @@ from reshard.plan.ordering import find_sender_switches
 from reshard.plan.text_parser import parse_plan
 from reshard.planner.registry import STRATEGIES
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Link
+from reshard.topology.topology import Host, Link
 from tests.reference.fluid import flow_python
 from tests.support.strategies_of_cases import cases
 

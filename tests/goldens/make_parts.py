@@ -15,7 +15,7 @@ import numpy as np
 
 from reshard.planner.multicast.strategy import make_workload
 from reshard.planner.registry import STRATEGIES
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.sharding.tensor_spec import TensorSpec
 from tests.support.random_problems import random_problem
 

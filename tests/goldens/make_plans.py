@@ -19,7 +19,7 @@ from reshard.plan.check import check_plan
 from reshard.planner.planning import plan_tensors
 from reshard.planner.registry import AUTO, STRATEGIES
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.files import topology_from_json
+from reshard.topology.topology_files import topology_from_json
 from tests.support.random_problems import random_problem
 
 NUM_RANDOM = 40

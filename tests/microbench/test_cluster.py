@@ -29,8 +29,8 @@ from microbench.training import compare_schedules
 from reshard.planner.planning import plan_tensors
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import LaunchError
-from reshard.topology.files import topology_from_json
-from reshard.topology.model import Topology
+from reshard.topology.topology import Topology
+from reshard.topology.topology_files import topology_from_json
 
 ROOT = Path(__file__).parents[2]
 _reason = namespaces.why_unsupported()

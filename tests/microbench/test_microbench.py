@@ -27,8 +27,8 @@ from microbench.kernels.zfp import zfp_as_int8
 from microbench.planner.scaling import ScalingCase, growth, time_case
 from microbench.transfers import hosts
 from reshard.codecs import BlockCodec
-from reshard.topology.files import read_topology, topology_from_json
-from reshard.topology.model import Link
+from reshard.topology.topology import Link
+from reshard.topology.topology_files import read_topology, topology_from_json
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CLUSTERS.glob("*.json")))

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 from reshard import Layout, Mesh, RegionLayout, ReshardError, Topology, check_plan, make_plan
 from reshard.errors import PlanError
 from reshard.plan.messages import expand_messages, message_nbytes, tabulate_messages
-from reshard.plan.model import Plan
+from reshard.plan.plan import Plan
 from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
 from reshard.planner.registry import STRATEGIES

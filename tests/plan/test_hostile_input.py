@@ -19,7 +19,7 @@ from reshard.plan.json import layout_from_json, plan_from_json, plan_to_json
 from reshard.plan.text_parser import parse_layout, parse_plan
 from reshard.sharding.tiles import cut_shards
 from reshard.testing.processes import run_processes
-from reshard.topology.files import topology_from_json
+from reshard.topology.topology_files import topology_from_json
 from tests.support.memory_transport import run_in_threads
 
 HEAD = "plan x staging_bytes=67108864\ntopology nic_bytes_per_second=1.0 hosts 0*8\n"

@@ -16,7 +16,7 @@ import reshard
 import reshard.cupy
 import reshard.plan.check
 from reshard import Layout, Mesh, RegionLayout, make_plan
-from reshard.api.local import execute_local, reshard_local
+from reshard.api.one_process import execute_local, reshard_local
 from reshard.errors import PlanError
 from reshard.plan.json import plan_from_json, plan_to_json
 from reshard.plan.text_parser import parse_plan

@@ -12,18 +12,18 @@ from reshard import Layout, Mesh, Topology, make_plan, simulate
 from reshard.cost.cost_report import CostReport
 from reshard.cost.lower_bound import find_bound
 from reshard.plan.check import check_plan
-from reshard.plan.model import Plan
+from reshard.plan.plan import Plan
 from reshard.planner.auto_strategy import CANDIDATES, _are_equal
 from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_greedy
 from reshard.planner.strategies.chunking import routes_to_transfers
 from reshard.planner.strategies.greedy import GreedyProblem, order_greedily
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import NO_RANK
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Link
-from reshard.topology.presets import load_preset
+from reshard.topology.machine_presets import load_preset
+from reshard.topology.topology import Host, Link
 from tests.reference.greedy import order_python
 from tests.support.random_problems import random_problem
 

@@ -12,7 +12,7 @@ from reshard.planner import plan_tensors
 from reshard.planner.multicast import parts, strategy
 from reshard.planner.multicast.strategy import schedule_chunks
 from reshard.planner.strategies.chunking import routes_to_transfers
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.sharding import TensorSpec
 from reshard.topology import Host, Link, Topology
 from tests.campaigns.estimates import make_plans, make_problem

@@ -23,10 +23,10 @@ from reshard.planner.multicast.workload import ChunkWorkload
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.direct import send_recv
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Link
+from reshard.topology.topology import Host, Link
 from tests.support.random_problems import random_problem
 
 

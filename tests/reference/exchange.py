@@ -9,7 +9,7 @@ import numpy as np
 
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.strategies.chunking import INSIDE_WINDOW, WINDOW
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology
 

@@ -20,7 +20,7 @@ from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.chunking import MIN_STAGING_BYTES
 from reshard.runtime.cpu.staging import TorchMemory, view_as_bits
 from reshard.runtime.program import build_program
-from reshard.runtime.rounds import large, schedule
+from reshard.runtime.rounds import large_groups, schedule
 from reshard.runtime.rounds.replay import Call, calls_of, check_calls
 from reshard.runtime.rounds.runner import RoundRunner
 from reshard.runtime.rounds.schedule import (
@@ -31,7 +31,7 @@ from reshard.runtime.rounds.schedule import (
 )
 from reshard.runtime.rounds.steps import ALIGN
 from reshard.testing.processes import run_processes
-from reshard.topology.files import topology_from_json
+from reshard.topology.topology_files import topology_from_json
 from tests.support.memory_transport import run_in_threads
 from tests.support.random_problems import random_problem
 from tests.support.strategies_of_cases import cases
@@ -130,7 +130,7 @@ def test_adjacent_messages_are_sent_as_one(monkeypatch):
 )
 @pytest.mark.parametrize("in_rounds", [True, "streams"])
 def test_data_for_all_other_ranks_is_broadcast(monkeypatch, src, dst, in_rounds, limit):
-    monkeypatch.setattr(large, "DIRECT_ROUND_BYTES", limit)
+    monkeypatch.setattr(large_groups, "DIRECT_ROUND_BYTES", limit)
     first = Mesh.of("1") if src == "R R" else Mesh.of("4")
     is_turned = src == "R S0"
     src, dst = Layout(first, src), Layout(Mesh.of("4"), dst)

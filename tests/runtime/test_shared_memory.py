@@ -26,7 +26,7 @@ from reshard.runtime.transport import shared_memory
 from reshard.runtime.transport.connections import GlooTransport
 from reshard.sharding import TensorSpec
 from reshard.testing.processes import LaunchError, run_processes
-from reshard.topology.files import topology_from_json
+from reshard.topology.topology_files import topology_from_json
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard import _native
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import NO_RANK, ranges
 
 #: Chunks end at whole slices of a dim if a chunk has at least ``MIN_SLICES`` slices. Chunk sizes then differ by at most

@@ -14,7 +14,7 @@ import numpy as np
 
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import NO_RANK, distinct_values
 from reshard.topology import Host, Link, Topology
 

@@ -18,7 +18,7 @@ from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.workload import CHUNK_UNITS, ChunkWorkload, Nics
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.ragged import NO_RANK
 

@@ -9,7 +9,7 @@ from reshard.plan import Transfers
 from reshard.ragged import distinct_values, ranges
 from reshard.topology import Topology
 
-from .problem import PlanProblem
+from .plan_problem import PlanProblem
 from .routes import Routes, copy_routes
 
 #: Chunk size of transfers with one hop, and of transfers inside a host. A large limit means few messages.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.planner.strategies.sender_selection import (
     SendLoads,

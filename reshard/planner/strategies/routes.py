@@ -13,7 +13,7 @@ from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import brief
 from reshard.plan import Transfers
 
-from .problem import PlanProblem
+from .plan_problem import PlanProblem
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from reshard.errors import PlanError
 from reshard.formatting import brief, format_ranks
 from reshard.ragged import NO_RANK
 
-from .problem import PlanProblem
+from .plan_problem import PlanProblem
 from .routes import Routes
 
 

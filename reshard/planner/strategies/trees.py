@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from reshard import _native
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.ragged import NO_RANK
 

@@ -2,8 +2,8 @@
 
 Such a program needs no staging, waits for no event of this or another rank, and forwards nothing. So all of its
 operations can start at once, and only their ends need a thread. Posting does not block. Operations between two ranks
-are posted in plan order, as in :mod:`reshard.runtime.cpu.executor`. So one end of a message may be posted here and the
-other end there.
+are posted in plan order, as in :mod:`reshard.runtime.cpu.program_executor`. So one end of a message may be posted here
+and the other end there.
 
 Gloo shows the arrival of a message only by a wait, which no signal interrupts. So
 :meth:`DirectProgram.post` can mark the end of each receive buffer. Bytes arrive in order: once the mark is gone, a wait
@@ -116,7 +116,10 @@ class DirectProgram:
         return Posted(tuple(works), ends)
 
     def wait(self, posted: Posted, deadline: float, check: Callable[[], None], tally: Tally) -> None:
-        """Wait for all operations. Arguments and errors: see :func:`reshard.runtime.cpu.executor.run_program`."""
+        """Wait for all operations.
+
+        :func:`reshard.runtime.cpu.program_executor.run_program` describes the arguments and errors.
+        """
         tally.copied = True
         for item, work in posted.works:
             wait_for(work, deadline, check, self._rank, item.peer, item.what)

@@ -16,8 +16,7 @@ from typing import Any
 from reshard.errors import PlanError
 from reshard.runtime.byte_runs import box_span
 from reshard.runtime.program import RankProgram, Recv, Send, Slices
-from reshard.runtime.rounds.large import LargeRounds
-from reshard.runtime.rounds.memory import (
+from reshard.runtime.rounds.device_interfaces import (
     ONE_STREAM,
     PACK,
     UNPACK,
@@ -28,6 +27,7 @@ from reshard.runtime.rounds.memory import (
     Posted,
     RoundStreams,
 )
+from reshard.runtime.rounds.large_groups import LargeRounds
 from reshard.runtime.rounds.schedule import Round, rounds_of
 from reshard.runtime.rounds.steps import EXTRA, ArrayKind, CompiledRound, MessageBytes, Packed, aligned
 from reshard.runtime.strided_regions import MAX_UNIT, box_regions, make_tables
@@ -67,7 +67,8 @@ class RoundRunner:
     Args:
         round_of: the round of each message, from :func:`~reshard.runtime.rounds.schedule.find_rounds`; or large rounds.
             Their messages that need no buffer get one beyond ``staging_bytes`` for arrays that are not contiguous or
-            cast, of at most twice :data:`~reshard.runtime.rounds.large.DIRECT_ROUND_BYTES`, while a transfer runs.
+            cast, of at most twice :data:`~reshard.runtime.rounds.large_groups.DIRECT_ROUND_BYTES`, while a transfer
+            runs.
         itemsizes: bytes per element of each tensor.
         staging_bytes: limit for buffer and tables together; None for no limit.
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from reshard.plan import MessageTable, Plan, tabulate_messages
 from reshard.runtime.program import RankProgram, Recv, Send
-from reshard.runtime.rounds.large import (
+from reshard.runtime.rounds.large_groups import (
     DIRECT_ROUND_BYTES,
     LargeRounds,
     find_broadcasts,

@@ -9,16 +9,16 @@ from functools import cached_property, partial
 
 from reshard.errors import ScheduleError
 
-from ...graph import Pipeline
 from ...ir.communication import add_transfers, computations
 from ...ir.schedule import Schedule
+from ...pipeline import Pipeline
 from ...schedules.orders import Order, OrderModel, order_of_warmups
 from ...schedules.registry import KNOWN_SCHEDULES, known_orders
 from ...schedules.schedule_search import auto_schedule, in_flight
 from ...simulation.replay import PipelineTimeline, simulate_schedule
 from .device_peaks import DevicePeak, peak_of_stage, peak_of_stages
 from .layer_costs import StageCost
-from .problem import SCALED_LIMIT, Candidate, SearchProblem
+from .search_problem import SCALED_LIMIT, Candidate, SearchProblem
 from .step_bounds import may_be_faster
 from .tied_costs import TiedSum
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from reshard.sharding import Layout, Mesh, TensorSpec
 
-from ...graph import Edge, Loads
+from ...pipeline import Edge, Loads
 from ...transfer_costs import price_edge
 from ..inputs.cluster import Cluster, hosts_are_alike
 from ..inputs.layer_choices import Choice

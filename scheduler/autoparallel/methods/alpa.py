@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..costs.problem import Candidate, SearchProblem, Stages
+from ..costs.search_problem import Candidate, SearchProblem, Stages
 from ..inputs.stages import StagePlan
 from .pace import Tables, make_tables
 

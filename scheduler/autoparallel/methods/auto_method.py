@@ -13,7 +13,7 @@ from reshard.formatting import count_of
 
 from ..costs.grid_costs import why_no_grid
 from ..costs.iteration import Evaluation, evaluate
-from ..costs.problem import Candidate, SearchProblem
+from ..costs.search_problem import Candidate, SearchProblem
 from ..costs.step_bounds import step_bound
 from ..inputs.layer_choices import GridShape
 from ..inputs.stages import check_stages

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..costs.layer_costs import fixed_bytes_of
-from ..costs.problem import Candidate, SearchProblem
+from ..costs.search_problem import Candidate, SearchProblem
 from ..inputs.layer_choices import Choice
 from ..inputs.stages import StagePlan
 

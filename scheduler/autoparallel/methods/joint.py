@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..costs.problem import Candidate, SearchProblem, Stages, end_of
+from ..costs.search_problem import Candidate, SearchProblem, Stages, end_of
 from .pace import Tables, make_tables
 
 #: Ratio of consecutive bottleneck times that are tried. The answer is within this factor of the best one.

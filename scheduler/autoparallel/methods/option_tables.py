@@ -9,7 +9,7 @@ import numpy as np
 
 from ..costs.collective_costs import StagePlace
 from ..costs.layer_costs import LayerCost
-from ..costs.problem import SearchProblem
+from ..costs.search_problem import SearchProblem
 from ..costs.tied_costs import tied_share
 from ..inputs.layer_choices import Choice
 

@@ -27,7 +27,7 @@ from reshard import _native
 
 from ...ir.communication import RECVS_AHEAD
 from ..costs.collective_costs import StagePlace
-from ..costs.problem import SearchProblem, Stages
+from ..costs.search_problem import SearchProblem, Stages
 from ..inputs.layer_choices import Choice, GridShape
 from ..inputs.stages import StagePlan
 from .option_tables import OptionTables, num_recomputed

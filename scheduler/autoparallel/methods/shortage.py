@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..costs.problem import Candidate, SearchProblem
+from ..costs.search_problem import Candidate, SearchProblem
 from .pace import Tables, make_tables
 
 

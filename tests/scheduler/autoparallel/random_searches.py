@@ -13,7 +13,7 @@ from reshard.parallel.layer_price import LayerSizes
 from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, Tensor
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
-from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods.pace import make_tables

@@ -15,7 +15,7 @@ from reshard.scheduler.autoparallel import Choice
 from reshard.scheduler.autoparallel.costs.device_peaks import peak_of_stage
 from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_seconds
 from reshard.scheduler.autoparallel.costs.layer_costs import LayerCost, late_bytes, slowest_of, working_bytes
-from reshard.scheduler.autoparallel.costs.problem import Candidate
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate
 from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace

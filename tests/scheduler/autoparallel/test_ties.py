@@ -13,7 +13,7 @@ from reshard.compression import Policy
 from reshard.cost import simulate
 from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, LayerProfile, search, trace_module
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
-from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
 from reshard.scheduler.autoparallel.costs.tied_costs import TiedCosts
 from reshard.scheduler.autoparallel.inputs.layer_graph import is_shared
@@ -21,7 +21,7 @@ from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods import pace
 from reshard.scheduler.autoparallel.modules.apply import make_placements
 from reshard.scheduler.training.models.making import make_model
-from reshard.scheduler.training.models.presets import GPTConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.testing import run_processes
 from reshard.topology import CodecRate, Topology
 from tests.scheduler.autoparallel.random_searches import all_plans, make_problem

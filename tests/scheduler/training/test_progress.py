@@ -6,7 +6,7 @@ import re
 import time
 from types import SimpleNamespace
 
-from reshard.scheduler.training.models.presets import find_preset
+from reshard.scheduler.training.models.model_presets import find_preset
 from reshard.scheduler.training.progress import Progress
 
 

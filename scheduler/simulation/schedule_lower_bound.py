@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from reshard.arguments import check_arguments
 
-from ..graph import MAX_COUNT, Pipeline, check_limits, check_placement
+from ..pipeline import MAX_COUNT, Pipeline, check_limits, check_placement
 
 
 @dataclass(frozen=True)

@@ -258,7 +258,7 @@ def _reshard_one(
     if isinstance(src, Mesh) and src_spec is None:
         _check_replicas({rank: shards[rank] for rank in src.ranks})
     if has_variable_size(compression):
-        from reshard.api.lossless.local import check_lossless  # imports torch
+        from reshard.api.lossless.local_buckets import check_lossless  # imports torch
         from reshard.api.option_checks import check_compression
 
         check_compression(compression, max_error, "raw")
@@ -316,7 +316,7 @@ def _move_lossless(
     make: Callable[[Sequence[TensorSpec]], Plan],
 ) -> dict[int, Array]:
     """Reshard by a lossless codec whose output has no fixed size."""
-    from reshard.api.lossless.local import LocalArrays, as_torch, move_lossless  # imports torch
+    from reshard.api.lossless.local_buckets import LocalArrays, as_torch, move_lossless  # imports torch
 
     like = next(iter(shards.values()))
     for what, given, side in (("base", base, tensor.src_shards), ("out", out, tensor.dst_shards)):

@@ -16,7 +16,7 @@ from reshard.arguments import check_arguments, check_fields
 from reshard.drawing import Drawn
 from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import compare_names, count_of
-from reshard.plan.graph import build_hop_graph
+from reshard.plan.hop_graph import build_hop_graph
 from reshard.plan.text_writer import format_plan
 from reshard.plan.transfers import Transfers
 from reshard.ragged import hash_rows

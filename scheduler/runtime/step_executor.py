@@ -16,9 +16,9 @@ from reshard.errors import ArgumentError
 from reshard.gradients.sums import declared_sums
 from reshard.runtime.cuda.stream import STREAMS
 
-from ..graph import Pipeline
 from ..ir.actions import Action, Kind
 from ..ir.schedule import Schedule
+from ..pipeline import Pipeline
 from .data_parallel import (
     LossShards,
     align_gradients,

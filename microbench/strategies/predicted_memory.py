@@ -14,7 +14,7 @@ from microbench.strategies.by_hand import GPT, TIED_GPT, U_TRANSFORMER, make_by_
 from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import Cluster
 from reshard.scheduler.training.loop import TrainingJob
-from reshard.scheduler.training.memory import count_peak_bytes, predicted_bytes
+from reshard.scheduler.training.peak_memory import count_peak_bytes, predicted_bytes
 from reshard.scheduler.training.plan_search import SearchOptions, make_job_problem
 from reshard.testing import run_processes
 from reshard.topology import Topology

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ArgumentError
 from reshard.formatting import brief, count_of, format_names
 
-from ...graph import Edge, Pipeline, Stage
 from ...ir.communication import RECVS_AHEAD
+from ...pipeline import Edge, Pipeline, Stage
 from ..inputs.cluster import Cluster
 from ..inputs.layer_choices import Choice, ChoiceRules
 from ..inputs.layer_graph import Layer, LayerGraph, Tensor

@@ -10,9 +10,9 @@ from reshard.drawing import draw_bar, draw_page
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of, format_bytes, format_seconds
 
-from ..graph import Pipeline, check_limits
 from ..ir.schedule import Schedule
 from ..ir.schedule_drawing import MAX_PP_RANKS, STYLE, DrawnSpan, draw_kinds, draw_rows
+from ..pipeline import Pipeline, check_limits
 from .replay import PipelineTimeline
 
 #: Largest number of spans that a page draws: the first ones.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from reshard.errors import TopologyError
 from reshard.formatting import brief, did_you_mean
 from reshard.sharding import check_integer
-from reshard.topology.model import MAX_RANKS, MESSAGE_SECONDS, Host, Link, Topology
+from reshard.topology.topology import MAX_RANKS, MESSAGE_SECONDS, Host, Link, Topology
 
 _GBIT = 1e9 / 8
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from reshard.errors import ReshardError, TopologyError
 from reshard.formatting import brief, did_you_mean
-from reshard.topology.model import (
+from reshard.topology.topology import (
     MAX_HOSTS,
     MAX_RANKS,
     TEN_GBIT,
