@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from microbench.harness.case_options import BenchmarkOptionError
 from microbench.harness.machine_description import describe_machine, format_machine, stderr
-from reshard.cli.progress import print_line
+from reshard.cli.progress_bars import print_line
 from reshard.errors import ReshardError
 
 #: Name of a case -> its module below ``microbench``, and what it measures.
@@ -26,7 +26,7 @@ CASES = {
         "transfers.one_host",
         "a model of many tensors inside one host, compared with awex, and its prediction",
     ),
-    "verification": ("transfers.verification", "the cost of verify=True"),
+    "verification": ("transfers.verification_cost", "the cost of verify=True"),
     "ray_actors": ("transfers.ray_actors", "one actor to three hosts of a Ray cluster, compared with Ray's methods"),
     "compression": ("transfers.compression", "encoded transfers, compared with raw ones"),
     "auto_compression": ("transfers.auto_compression", 'compression="auto", compared with raw, 0.1 to 10 Gbit/s'),
@@ -62,7 +62,7 @@ CASES = {
         "CPU time of the pipeline engine, compared with torch's runtime, on the same schedules",
     ),
     "ready_order": (
-        "training.ready_order",
+        "training.ready_order_gain",
         "steps that compute what has arrived, compared with steps in planned order, with varying times",
     ),
     "compression_loss": ("training.compression_loss", "loss and speed of training with codecs"),

@@ -133,7 +133,7 @@ struct Nics {
     }
 };
 
-// The chunks to schedule; see ChunkWorkload in planner/multicast/workload.py. A chunk belongs to a host class, which lists
+// The chunks to schedule; see ChunkWorkload in planner/multicast/chunk_workload.py. A chunk belongs to a host class, which lists
 // the hosts that hold it and the hosts that need it. A chunk consists of pieces. A piece belongs to a class, which lists
 // the ranks that hold it and the ranks that need it.
 struct ChunkWorkload {

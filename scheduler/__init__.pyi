@@ -1,6 +1,6 @@
 from .ir.schedule import Schedule as Schedule
 from .ir.text import from_torch_csv as from_torch_csv, parse_schedule as parse_schedule, to_torch_csv as to_torch_csv
-from .passes.overlap import overlap_transfers as overlap_transfers
+from .passes.transfer_overlap import overlap_transfers as overlap_transfers
 from .pipe.partition.blocks import Block as Block
 from .pipe.pipe import Pipe as Pipe
 from .pipe.placement import Placement as Placement, ddp as ddp, fsdp as fsdp

@@ -21,7 +21,7 @@ import pytest
 from reshard.cli.main import main
 from reshard.codecs.formats import FORMATS
 from reshard.errors import ArgumentError
-from reshard.planner.registry import STRATEGIES, find_strategy
+from reshard.planner.strategy_registry import STRATEGIES, find_strategy
 from reshard.testing import run_processes
 from reshard.topology import Topology
 from tests.support.pages import DOCS, PAGES, ROOT, code_blocks, table

@@ -24,7 +24,7 @@ from microbench.harness.steal_time import (
     steal_share,
 )
 from microbench.peers.base import NotApplicable
-from microbench.peers.registry import PEERS, make_ours
+from microbench.peers.contenders import PEERS, make_ours
 from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.errors import ReshardError
 from reshard.plan import Plan

@@ -11,7 +11,7 @@ from typing import Any
 
 from microbench.harness.case_options import BenchmarkOptionError
 from microbench.harness.machine_description import format_machine, stderr
-from reshard.cli.progress import show_progress
+from reshard.cli.progress_bars import show_progress
 
 Record = dict[str, Any]
 #: In shorter rows the start-up cost dominates the time on the links.

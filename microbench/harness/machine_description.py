@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard.cli.progress import print_line
+from reshard.cli.progress_bars import print_line
 
 
 def describe_machine(words: Sequence[str]) -> dict[str, Any]:

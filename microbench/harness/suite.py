@@ -17,7 +17,7 @@ from microbench.harness.benchmark_rank import ROW_RETRY_SECONDS, BenchmarkJob, C
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.steal_time import TimeBudget
 from microbench.peers.base import are_replicated
-from microbench.peers.registry import PEERS
+from microbench.peers.contenders import PEERS
 from reshard.cost import find_bound, simulate
 from reshard.plan import Plan, Transfers
 from reshard.planner import AUTO, STRATEGIES, plan_tensors

@@ -8,7 +8,7 @@ from typing import Any
 
 from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.harness.benchmark_rank import Stopwatch
-from reshard.cli.progress import track
+from reshard.cli.progress_bars import track
 from reshard.topology import Topology, topology_from_json
 
 #: Seconds of each turn, by method.

@@ -17,7 +17,7 @@ import torch
 from microbench.harness.table import Table
 from microbench.kernels import zfp
 from reshard.api.lossless.encoding import PIECE_BYTES
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.codecs import BLOCK_CODECS, LOSSLESS_CODECS, BlockCodec, parse_codec
 from reshard.codecs.delta import HEADER_BYTES, encode_delta
 from reshard.codecs.exponents import encode_exponents

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from reshard import _native
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.cost import flow, network_of
 from reshard.cost.serial_ports import serial_seconds
 from reshard.plan import tabulate_messages

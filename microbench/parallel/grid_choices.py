@@ -25,7 +25,7 @@ from microbench.harness.case_options import add_number
 from microbench.harness.table import Table
 from microbench.harness.turns import Times, medians_of, slowest, time_in_turns
 from microbench.parallel.grid_links import measure_grid_links
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.coordination.device_mesh import make_device_mesh
 from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients
 from reshard.parallel.grid import AXES

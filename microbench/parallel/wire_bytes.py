@@ -17,7 +17,7 @@ from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.harness.case_options import add_number
 from microbench.harness.table import Table
 from microbench.parallel.layers import GridShape, LinearStack, received_per_rank, transformer_linears
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.parallel import Grid
 from reshard.topology import Topology
 

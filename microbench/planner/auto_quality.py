@@ -20,7 +20,7 @@ from typing import Any
 
 from microbench.harness.case_options import add_number
 from microbench.harness.records import write_records
-from reshard.cli.progress import track
+from reshard.cli.progress_bars import track
 from reshard.cost import simulate
 from reshard.errors import ReshardError
 from reshard.planner import AUTO, CANDIDATES, Floors, PlanProblem, floor_of_transfers, plan_tensors

@@ -20,7 +20,7 @@ import numpy as np
 
 from microbench.harness.case_options import add_number, select
 from microbench.harness.new_process import call_in_new_process
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.errors import PlanError
 from reshard.plan import Plan, Transfers, check_plan
 from reshard.planner import plan_tensors

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from microbench.harness.case_options import BenchmarkOptionError, add_number
 from microbench.harness.records import write_records
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler.autoparallel import MIXED_PRECISION, Cluster, Layer, LayerGraph, LayerProfile
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.search_problem import SearchProblem

@@ -21,7 +21,7 @@ from microbench.harness.steal_time import merge_laps
 from microbench.harness.turns import equal_hosts
 from microbench.strategies.by_hand import make_by_hand, parse_stages
 from microbench.training.training_rank import Method, Training, train_in_turns
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler import Pipeline, Schedule
 from reshard.scheduler.autoparallel import Cluster, Layer, LayerGraph, LayerProfile, Tensor, TrainingPlan
 from reshard.scheduler.autoparallel.costs.search_problem import SearchProblem, Stages

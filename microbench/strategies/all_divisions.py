@@ -30,14 +30,14 @@ from microbench.strategies.accuracy import (
     measure_strategy,
 )
 from microbench.strategies.by_hand import make_by_hand, parse_stages
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler import one_f_one_b
 from reshard.scheduler.autoparallel import Choice, Cluster, TrainingPlan
 from reshard.scheduler.autoparallel.costs.search_problem import SearchProblem, Stages
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.searching import choose_training_plan
 from reshard.scheduler.autoparallel.tuning import correct_profile
-from reshard.scheduler.passes.overlap import block_transfers
+from reshard.scheduler.passes.transfer_overlap import block_transfers
 from reshard.topology import topology_from_json
 
 MODELS = (

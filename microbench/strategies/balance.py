@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from microbench.harness.case_options import add_number
 from microbench.planner.strategy_search import FLOPS, GBIT, make_topology
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import MIXED_PRECISION, ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile
 from reshard.scheduler.autoparallel.costs.search_problem import SearchProblem

@@ -11,7 +11,7 @@ import argparse
 from dataclasses import replace
 
 from microbench.strategies.by_hand import GPT, TIED_GPT, U_TRANSFORMER, make_by_hand, parse_stages
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler.autoparallel import Cluster
 from reshard.scheduler.training.loop import TrainingJob
 from reshard.scheduler.training.peak_memory import count_peak_bytes, predicted_bytes

@@ -24,14 +24,14 @@ from microbench.harness.case_options import add_number
 from microbench.harness.turns import equal_hosts
 from microbench.strategies.accuracy import make_pipeline, measure
 from microbench.strategies.by_hand import make_by_hand, parse_stages
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler import one_f_one_b
 from reshard.scheduler.autoparallel import Cluster, Layer, LayerGraph, LayerProfile, Tensor, TrainingPlan
 from reshard.scheduler.autoparallel.costs.search_problem import SearchProblem
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
 from reshard.scheduler.autoparallel.searching import choose_training_plan
 from reshard.scheduler.autoparallel.tuning import correct_profile
-from reshard.scheduler.passes.overlap import block_transfers
+from reshard.scheduler.passes.transfer_overlap import block_transfers
 from reshard.scheduler.simulation.replay import PipelineTimeline
 from reshard.topology import Topology, parse_rate
 

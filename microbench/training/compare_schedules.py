@@ -25,8 +25,8 @@ from microbench.harness.steal_time import merge_laps
 from microbench.harness.suite import MAX_DEVIATION
 from microbench.training.methods import BASELINE, METHODS, OURS, SIGNAL
 from microbench.training.training_rank import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
-from microbench.training.workload import TrainingWorkload
-from reshard.cli.progress import print_line, track
+from microbench.training.training_workload import TrainingWorkload
+from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler import Edge, Pipeline, Stage, simulate_schedule, to_chrome_trace
 from reshard.scheduler.training.models.model_presets import GPTConfig, UTransformerConfig
 from reshard.scheduler.transfer_costs import price_edge

@@ -35,7 +35,7 @@ from microbench.harness.case_options import add_number
 from microbench.harness.machine_description import stderr
 from microbench.harness.turns import equal_hosts, run_on_hosts
 from microbench.kernels.zfp import zfp_as_int8
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler.pipe.training_engine import PipelineEngine
 from reshard.scheduler.training.loop import TrainingJob, train
 from reshard.scheduler.training.models.model_presets import find_preset

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from microbench.harness.benchmark_rank import Stopwatch
 from microbench.harness.steal_time import Laps, RetryBudget
 from microbench.training.timed_stages import TimedStage
-from microbench.training.workload import TrainingWorkload
+from microbench.training.training_workload import TrainingWorkload
 from reshard.scheduler import Pipeline, Schedule, one_f_one_b, zb_h1
 from reshard.scheduler.ir.actions import Kind
-from reshard.scheduler.passes.overlap import block_transfers
+from reshard.scheduler.passes.transfer_overlap import block_transfers
 from reshard.scheduler.runtime.engine import Engine, Feed
 from reshard.scheduler.simulation.replay import PipelineTimeline
 from reshard.topology import Topology

@@ -30,7 +30,7 @@ from microbench.harness.turns import (
     slowest,
     time_in_turns,
 )
-from reshard.cli.progress import track
+from reshard.cli.progress_bars import track
 from reshard.codecs import parse_codec
 from reshard.cost import find_bound
 from reshard.plan import Plan

@@ -32,7 +32,7 @@ from microbench.harness.suite import (
     plan_row,
     run_cluster,
 )
-from reshard.cli.progress import show_progress
+from reshard.cli.progress_bars import show_progress
 from reshard.topology import parse_rate
 
 #: On an idle machine a run takes less. The rest is the budget for repeating disturbed turns.

@@ -24,9 +24,9 @@ from microbench.harness.calibrate import InsideTransfer, measure_links, measured
 from microbench.harness.case_options import add_number
 from microbench.harness.turns import format_seconds, medians_of, slowest, time_in_turns
 from microbench.peers.base import NotApplicable, slices_of
-from microbench.peers.registry import PEERS, make_ours
+from microbench.peers.contenders import PEERS, make_ours
 from microbench.transfers.weights import llama
-from reshard.cli.progress import print_line
+from reshard.cli.progress_bars import print_line
 from reshard.cost import find_bound, simulate
 from reshard.planner import plan_tensors
 from reshard.runtime.transport import shared_memory

@@ -18,7 +18,7 @@ from microbench.emulation.link_commands import PAYLOAD_SHARE
 from microbench.emulation.ray import ray_cluster
 from microbench.harness.case_options import add_number
 from microbench.harness.table import Table
-from reshard.cli.progress import track
+from reshard.cli.progress_bars import track
 from reshard.topology import parse_rate
 
 COLLECTIVE = "receivers and sender"

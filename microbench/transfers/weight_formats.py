@@ -28,7 +28,7 @@ from microbench.harness.benchmark_rank import Stopwatch
 from microbench.harness.case_options import add_number, add_rates
 from microbench.harness.turns import equal_hosts
 from microbench.transfers.publication import NUM_TRAINERS, Publication, make_group
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.codecs.formats import known_formats
 from reshard.codecs.rates import time_formats
 from reshard.scheduler.training.data import TokenLoader, read_tokens

@@ -32,10 +32,10 @@ from microbench.harness.turns import (
     slowest,
     time_in_turns,
 )
-from microbench.peers.registry import make_ours
+from microbench.peers.contenders import make_ours
 from microbench.peers.torch_baselines import FullTensor
 from microbench.transfers.publication import NUM_TRAINERS, Publication, make_group
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.cost import find_bound
 from reshard.planner import plan_tensors
 from reshard.sharding import TensorSpec

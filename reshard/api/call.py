@@ -81,7 +81,8 @@ def reshard(
             of the destination ranks must still hold. Digests compare the versions of all ranks. Unless they are equal,
             the tensor is sent in full, with a warning if a rank passes a base. ``out`` changes only after all ranks
             have received their data: after an error every ``out`` holds the earlier version. Every rank must call
-            ``wait`` of the handle, whose ``report`` says what was sent. See :mod:`reshard.api.lossless.transfer`.
+            ``wait`` of the handle, whose ``report`` says what was sent. See
+            :mod:`reshard.api.lossless.lossless_transfer`.
         options: see :class:`~reshard.TransferOptions`.
 
     Returns:

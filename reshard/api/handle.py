@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from reshard.api.lossless.transfer import LosslessReport
+from reshard.api.lossless.lossless_transfer import LosslessReport
 from reshard.coordination import NCCL_ROOT_CAUSE_GRACE_SECONDS, CallGroup, Monitor, keep_exceptions_local
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
 from reshard.forks import call_at_exit, call_in_child
 from reshard.formatting import describe_ranks
 from reshard.public_api import not_compiled
-from reshard.runtime.cpu.progress import Tally
+from reshard.runtime.cpu.transfer_progress import Tally
 from reshard.runtime.cuda.nccl_library import NcclError
 from reshard.runtime.cuda.stream import Mark, StreamRunner, is_capturing
 from reshard.timeouts import check_wait_timeout

@@ -11,7 +11,7 @@ from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.agreement import Agreement
 from reshard.api.arrays.memory_in_use import note_wait
 from reshard.api.handle import Handle, LosslessHandle, Watch
-from reshard.api.lossless.transfer import CallArrays, LosslessReport, LosslessTransfer
+from reshard.api.lossless.lossless_transfer import CallArrays, LosslessReport, LosslessTransfer
 from reshard.api.options import is_fault_tolerant
 from reshard.api.prepare import agree_on_plan
 from reshard.api.recovery import FaultTolerantHandle, Recovery

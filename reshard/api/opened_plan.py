@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from reshard import __version__
 from reshard.api.agreed_plan import AgreedPlan
-from reshard.api.lossless.transfer import check_lossless_codec
+from reshard.api.lossless.lossless_transfer import check_lossless_codec
 from reshard.api.option_checks import check_coding, check_device_type, check_flag, check_listed, encodes_on_cpu
 from reshard.api.queued_transfers import QueuedTransfers
 from reshard.api.streamed_transfers import StreamedTransfers

@@ -21,11 +21,11 @@ from reshard.coordination import CallGroup, Monitor
 from reshard.errors import ReshardError, ResourceError, VerificationError
 from reshard.forks import call_at_exit
 from reshard.plan import Plan
-from reshard.runtime.cpu.direct import DirectProgram, Posted, find_direct
 from reshard.runtime.cpu.encoded_shards import encoded_array
+from reshard.runtime.cpu.posted_program import DirectProgram, Posted, find_direct
 from reshard.runtime.cpu.program_executor import NOTIFY_TAG, VERIFY_TAG, RunOptions, WrongCopyError, run_program
-from reshard.runtime.cpu.progress import Tally, describe_progress
 from reshard.runtime.cpu.staging import Staging, view_as_bits
+from reshard.runtime.cpu.transfer_progress import Tally, describe_progress
 from reshard.runtime.cpu.verification import Hops, TransferDigests, compare_digests, describe_copy
 from reshard.runtime.program import RankProgram
 from reshard.runtime.transport import BrokenConnectionError, Work, wait_for

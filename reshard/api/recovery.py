@@ -2,8 +2,8 @@
 
 When its part of a transfer has ended, each rank reports its outcome (its progress, and its error if any) in an
 agreement round. The round excludes ranks that are dead or do not respond. If a rank reports an error and ranks are
-lost, the surviving ranks plan how to move the missing data (see :mod:`reshard.planner.recovery`), execute that plan and
-hold another round. They repeat this until no rank reports an error.
+lost, the surviving ranks plan how to move the missing data (see :mod:`reshard.planner.recovery_plans`), execute that
+plan and hold another round. They repeat this until no rank reports an error.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from reshard.coordination.liveness.lost_ranks import ranks_lost_in_transfer_erro
 from reshard.errors import RankLostError, ReshardError
 from reshard.formatting import format_ranks
 from reshard.plan import Plan
-from reshard.planner.recovery import RankProgress, find_missing, plan_remainder, view_pieces, whole_tensors
+from reshard.planner.recovery_plans import RankProgress, find_missing, plan_remainder, view_pieces, whole_tensors
 from reshard.public_api import not_compiled
 from reshard.runtime.cpu.encoded_shards import encoded_array
-from reshard.runtime.cpu.progress import Tally
+from reshard.runtime.cpu.transfer_progress import Tally
 
 #: Time that ranks wait for each other's outcome after the time limit of the transfer.
 RECOVERY_OUTCOME_GRACE_SECONDS = 0.5

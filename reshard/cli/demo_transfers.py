@@ -13,7 +13,7 @@ import torch
 
 from reshard.api.call import reshard_async
 from reshard.cli.demo_cases import GPU_RANKS, DemoCase, gpu_cases, hard_cases, study_cases
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.coordination import all_gather_json
 from reshard.cost import NOTABLE_LATENCY, CostReport
 from reshard.planner import AUTO, make_plan

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.cli.machine_checks import MIN_OPEN_FILES, examine_installation
-from reshard.cli.progress import show_progress
+from reshard.cli.progress_bars import show_progress
 from reshard.coordination import family_of, is_loopback, own_address, serve_store
 from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.formatting import describe_ranks, format_ranks

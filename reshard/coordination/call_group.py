@@ -43,8 +43,8 @@ from reshard.runtime.cpu.staging import Staging
 from reshard.runtime.cuda.nccl_exchange import NcclExchange
 from reshard.runtime.cuda.nccl_library import NcclError
 from reshard.runtime.program import RankProgram
+from reshard.runtime.rounds.round_assignment import Round
 from reshard.runtime.rounds.runner import RoundRunner
-from reshard.runtime.rounds.schedule import Round
 from reshard.runtime.transport import BrokenConnectionError
 from reshard.runtime.transport.connections import Connections, GlooTransport
 

@@ -11,5 +11,5 @@ from .layers.linear import Linear as Linear
 from .layers.loss import CrossEntropy as CrossEntropy
 from .layers.norms import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from .overlap import sync_during_backward as sync_during_backward
-from .state import plain_state_dict as plain_state_dict
+from .plain_state import plain_state_dict as plain_state_dict
 from .transformer import TransformerSizes as TransformerSizes

@@ -11,9 +11,10 @@ import numpy as np
 from reshard.cost import predict_makespan
 from reshard.plan import Plan, Transfers
 from reshard.planner.estimates import Floors, floor_of_transfers
+from reshard.planner.multicast.chunk_workload import ChunkWorkload
 from reshard.planner.multicast.classes import Pieces
 from reshard.planner.multicast.gathering import Gathering
-from reshard.planner.multicast.parts import split_by_ports
+from reshard.planner.multicast.problem_parts import split_by_ports
 from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.strategy import (
     has_many_hosts,
@@ -26,13 +27,12 @@ from reshard.planner.multicast.strategy import (
     schedule_chunks,
     without_slow_holders,
 )
-from reshard.planner.multicast.workload import ChunkWorkload
-from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.branch_and_bound import SEARCH_STEPS, search_briefly, search_work
 from reshard.planner.strategies.chunking import routes_to_transfers
-from reshard.planner.strategies.direct import local_cuts
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes, Strategy
+from reshard.planner.strategies.sends_and_all_gathers import local_cuts
+from reshard.planner.strategy_registry import STRATEGIES
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology
 

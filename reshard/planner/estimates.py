@@ -13,8 +13,8 @@ from reshard.plan import Transfers
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
 from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, SMALL_BYTES, STAGING_PARTS, TREE_CHUNK_BYTES
-from reshard.planner.strategies.direct import global_cuts
 from reshard.planner.strategies.plan_problem import PlanProblem
+from reshard.planner.strategies.sends_and_all_gathers import global_cuts
 from reshard.ragged import NO_RANK, distinct_values, ranges
 from reshard.topology import MAX_NICS, Topology
 

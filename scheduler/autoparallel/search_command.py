@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard.cli.progress import show_elapsed
+from reshard.cli.progress_bars import show_elapsed
 from reshard.errors import ArgumentError
 from reshard.topology import MACHINES, Topology, load_preset, read_topology
 

@@ -32,7 +32,7 @@ from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules, co
 from .partition.materialize import Init, is_on_meta, materialize
 from .partition.single_block import whole_model
 from .partition.stage_graph import Cut, FakeModel, StageGraph, find_ties
-from .partition.tracing import TracedCut, UntraceableError
+from .partition.traced_cut import TracedCut, UntraceableError
 from .placement import (
     PlacedStages,
     Placement,

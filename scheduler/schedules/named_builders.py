@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ..ir.schedule import Schedule
 from ..pipeline import Pipeline
-from .registry import KNOWN_SCHEDULES
+from .known_schedules import KNOWN_SCHEDULES
 from .schedule_search import auto_schedule
 
 #: Functions from a pipeline with one stage on each pp rank and a number of microbatches to a schedule.

@@ -15,9 +15,9 @@ from ..ir.schedule import Schedule
 from ..pipeline import Pipeline, check_limits, check_placement
 from ..simulation.schedule_lower_bound import find_lower_bound
 from .classic import check_microbatches
+from .known_schedules import known_orders
 from .list_scheduling import DispatchRule
 from .orders import Order, OrderModel
-from .registry import known_orders
 
 NAME = "auto_schedule"
 #: Share of the makespan given up to save memory. Keeping more activations slows real computations by more than this.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from reshard.cli.progress import show_elapsed
+from reshard.cli.progress_bars import show_elapsed
 from reshard.compression import parse_policy
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
@@ -29,8 +29,8 @@ from .data import BatchLoader, PictureLoader, TokenLoader, hold_out, read_tokens
 from .dump import TensorDump, dumped_steps
 from .models.making import find_cuts, layer_paths, make_model
 from .models.model_presets import GPTConfig, Preset
-from .progress import Progress
 from .recipe import describe_changes
+from .training_progress import Progress
 from .training_report import RunFolder
 
 #: The learning rate ends at this share of its peak.

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.cli.progress import show_elapsed
+from reshard.cli.progress_bars import show_elapsed
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 

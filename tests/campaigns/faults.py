@@ -20,7 +20,7 @@ from typing import Any
 
 from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.namespaces import why_unsupported
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.sharding.mesh import parse_ranks
 from reshard.testing.processes import LaunchError, run_processes
 from tests.campaigns.planted import (

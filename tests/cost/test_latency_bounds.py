@@ -12,7 +12,7 @@ import pytest
 from reshard import CostReport, Layout, Mesh, Plan, Topology, find_bound, make_plan, simulate
 from reshard.cost.latency_bounds import find_latency_bounds
 from reshard.plan import Transfers
-from reshard.planner.registry import STRATEGIES
+from reshard.planner.strategy_registry import STRATEGIES
 from reshard.topology import Host, Link
 from tests.support.random_problems import random_problem
 

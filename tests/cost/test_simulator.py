@@ -19,7 +19,7 @@ from reshard.cost.simulator import network_of
 from reshard.plan.messages import expand_messages, message_nbytes, tabulate_messages
 from reshard.plan.ordering import find_sender_switches
 from reshard.plan.text_parser import parse_plan
-from reshard.planner.registry import STRATEGIES
+from reshard.planner.strategy_registry import STRATEGIES
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.topology import Host, Link
 from tests.reference.fluid import flow_python

@@ -15,7 +15,7 @@ from reshard.plan.messages import expand_messages, message_nbytes, tabulate_mess
 from reshard.plan.plan import Plan
 from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
-from reshard.planner.registry import STRATEGIES
+from reshard.planner.strategy_registry import STRATEGIES
 from reshard.sharding.box_search import find_overlapping, locate_points
 from tests.support import reference_check
 from tests.support.changed import change_plan, relayed_plan

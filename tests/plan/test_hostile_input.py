@@ -132,7 +132,7 @@ def test_one_element_views_with_odd_strides_are_moved():
 def _functions_as_strategies(rank):
     """Functions of the same name are not mistaken for each other."""
     from reshard.planner.strategies.broadcast import broadcast_size
-    from reshard.planner.strategies.direct import send_recv
+    from reshard.planner.strategies.sends_and_all_gathers import send_recv
 
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3, first_rank=1))
     called = []

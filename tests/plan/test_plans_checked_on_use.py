@@ -21,8 +21,8 @@ from reshard.errors import PlanError
 from reshard.plan.json import plan_from_json, plan_to_json
 from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
-from reshard.planner.strategies.direct import send_recv
 from reshard.planner.strategies.routes import Routes
+from reshard.planner.strategies.sends_and_all_gathers import send_recv
 from reshard.testing.processes import run_processes
 from tests.support.fake_cupy import make_module, run_ranks
 from tests.support.tensors import same_bytes, take_shard, whole_tensor

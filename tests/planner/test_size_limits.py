@@ -18,9 +18,9 @@ from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.strategy import nics_of
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
-from reshard.planner.strategies.direct import send_recv
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
+from reshard.planner.strategies.sends_and_all_gathers import send_recv
 from reshard.sharding import TensorSpec
 from reshard.topology import Host, Link
 

@@ -18,13 +18,13 @@ from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
 from reshard.planner import auto_strategy
 from reshard.planner.estimates import Floors
+from reshard.planner.multicast.chunk_workload import ChunkWorkload
 from reshard.planner.multicast.strategy import make_workload, multicast
-from reshard.planner.multicast.workload import ChunkWorkload
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
-from reshard.planner.strategies.direct import send_recv
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
+from reshard.planner.strategies.sends_and_all_gathers import send_recv
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.topology import Host, Link
 from tests.support.random_problems import random_problem

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from reshard.planner.multicast.workload import CHUNK_UNITS, ChunkWorkload, Nics
+from reshard.planner.multicast.chunk_workload import CHUNK_UNITS, ChunkWorkload, Nics
 from tests.reference.bipartite_matching import find_pairs
 from tests.reference.chunk_state import ChunkState
 from tests.reference.proportional_fairness import share_ports

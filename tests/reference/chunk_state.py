@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.planner.multicast.workload import ChunkWorkload, Nics, rows_of
+from reshard.planner.multicast.chunk_workload import ChunkWorkload, Nics, rows_of
 
 
 class ChunkState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reshard.planner.multicast.workload import CHUNK_UNITS
+from reshard.planner.multicast.chunk_workload import CHUNK_UNITS
 from tests.reference.chunk_scheduler import ChunkScheduler
 
 _PASSES = 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from reshard.planner.multicast.chunk_workload import ChunkWorkload, Nics, rows_of
 from reshard.planner.multicast.host_classes import LONGEST_CHAIN
-from reshard.planner.multicast.workload import ChunkWorkload, Nics, rows_of
 from tests.reference.chunk_scheduler import ChunkSends
 
 #: Limit on pieces that a rank stages for other ranks. A rank that dropped a piece too early receives it again.

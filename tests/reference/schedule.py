@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from reshard.planner.multicast.chunk_workload import ChunkWorkload, Nics
 from reshard.planner.multicast.native_schedule import ChunkSchedule, put_in_order
-from reshard.planner.multicast.workload import ChunkWorkload, Nics
 from tests.reference.chunk_scheduler import ChunkScheduler
 from tests.reference.circulant_broadcast import send_in_circles
 from tests.reference.linearization import linearize

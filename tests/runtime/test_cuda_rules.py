@@ -23,8 +23,8 @@ from reshard.runtime.cuda.nccl_exchange import NcclCollectives
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds import runner as rounds_runner
 from reshard.runtime.rounds.device_interfaces import ONE_STREAM
+from reshard.runtime.rounds.round_assignment import find_rounds, rounds_of
 from reshard.runtime.rounds.runner import RoundRunner
-from reshard.runtime.rounds.schedule import find_rounds, rounds_of
 from reshard.runtime.transport.connections import Connections
 from tests.support.memory_transport import PythonCopier
 

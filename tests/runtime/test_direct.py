@@ -12,8 +12,8 @@ from reshard import Layout, Mesh, Mover
 from reshard.api.mover import start_checked
 from reshard.api.queued_transfers import QueuedTransfers
 from reshard.planner import plan_tensors
-from reshard.runtime.cpu import direct
-from reshard.runtime.cpu.direct import DIRECT_BYTES, find_direct
+from reshard.runtime.cpu import posted_program
+from reshard.runtime.cpu.posted_program import DIRECT_BYTES, find_direct
 from reshard.runtime.program import build_program
 from reshard.runtime.transport.shared_memory import MIN_SHARED_BYTES
 from reshard.sharding import TensorSpec
@@ -94,7 +94,7 @@ def receive_after_arrival(rank):
     """Receive messages that have arrived, and one that ends as a buffer does whose message has not."""
     plan = make_plan((4, 8))
     marked = torch.arange(32.0).reshape(4, 8)
-    marked.view(torch.int64)[-1, -1] = ctypes.c_int64(direct._MARK).value
+    marked.view(torch.int64)[-1, -1] = ctypes.c_int64(posted_program._MARK).value
     with Mover(plan, timeout_seconds=30) as mover:
         sources = [torch.full((4, 8), 5.0), marked]
         handles = [start_checked(mover, None if rank else {"x": source}) for source in sources]

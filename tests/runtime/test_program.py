@@ -16,8 +16,8 @@ from reshard.plan.text_parser import parse_plan
 from reshard.planner.planning import plan_tensors
 from reshard.runtime.cpu import program_executor
 from reshard.runtime.cpu.program_executor import RunOptions, WrongCopyError, run_program
-from reshard.runtime.cpu.progress import Tally, describe_progress
 from reshard.runtime.cpu.staging import MANY_BOXES, MAX_WINDOW, Pool, Staging, view_as_bits
+from reshard.runtime.cpu.transfer_progress import Tally, describe_progress
 from reshard.runtime.cpu.verification import TransferDigests, find_fault
 from reshard.runtime.program import build_program
 from reshard.runtime.transport.connections import ABORT_TAG

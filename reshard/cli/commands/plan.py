@@ -234,7 +234,7 @@ def _to_json(plan: Plan, rank: int | None) -> dict[str, Any]:
 
 def _compare(plan_with: Callable[[str | None], Plan]) -> int:
     """Print a table that compares all strategies."""
-    from reshard.cli.progress import print_line, track
+    from reshard.cli.progress_bars import print_line, track
     from reshard.cost import CostReport, find_bound
 
     chosen = plan_with(None)

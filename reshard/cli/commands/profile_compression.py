@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the report and the recommended policy."""
-    from reshard.cli.progress import show_elapsed
+    from reshard.cli.progress_bars import show_elapsed
     from reshard.compression.tensor_profile import profile_tensors, read_dump
 
     with show_elapsed("measuring codecs"):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from reshard import _native
-from reshard.planner.multicast.workload import ChunkWorkload, Nics
+from reshard.planner.multicast.chunk_workload import ChunkWorkload, Nics
 from reshard.ragged import ranges
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.plan import num_recv_slots
+from reshard.planner.multicast.chunk_workload import ChunkWorkload
 from reshard.planner.multicast.native_schedule import ChunkSchedule, put_in_order
-from reshard.planner.multicast.workload import ChunkWorkload
 
 #: Up to this many receivers per class, comparing a message with each receiver is faster than a search.
 _MAX_COMPARED = 16

@@ -6,9 +6,9 @@ import numpy as np
 
 from reshard import _native
 from reshard.plan import Transfers
+from reshard.planner.multicast.chunk_workload import Nics
 from reshard.planner.multicast.classes import Classes, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds, is_fast_inside
-from reshard.planner.multicast.workload import Nics
 from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import NO_RANK

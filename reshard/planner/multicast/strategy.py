@@ -9,13 +9,13 @@ import numpy as np
 
 from reshard.errors import ArgumentError
 from reshard.plan import Transfers
+from reshard.planner.multicast.chunk_workload import CHUNK_UNITS, ChunkWorkload, Nics
 from reshard.planner.multicast.classes import MIN_SLICES, Boxes, Classes, Pieces, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
 from reshard.planner.multicast.native_schedule import ChunkSchedule, interleave, make_schedule
-from reshard.planner.multicast.parts import MAX_TOGETHER, ProblemPart, split_by_ports
+from reshard.planner.multicast.problem_parts import MAX_TOGETHER, ProblemPart, split_by_ports
 from reshard.planner.multicast.relay_limits import limit_relay_staging
 from reshard.planner.multicast.rotation import rotate_hosts
-from reshard.planner.multicast.workload import CHUNK_UNITS, ChunkWorkload, Nics
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW
 from reshard.planner.strategies.plan_problem import PlanProblem

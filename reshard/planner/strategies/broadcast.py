@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from reshard.planner.strategies.direct import send_recv
 from reshard.planner.strategies.greedy import GreedyProblem, order_greedily
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.planner.strategies.sender_selection import SendLoads, real_ranks, rotation
+from reshard.planner.strategies.sends_and_all_gathers import send_recv
 from reshard.planner.strategies.trees import along_trees
 from reshard.ragged import NO_RANK
 

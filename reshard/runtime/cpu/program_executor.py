@@ -31,9 +31,9 @@ from reshard.errors import PlanError, ResourceError
 from reshard.runtime.array_bytes import digest_concatenated, flat_bytes
 from reshard.runtime.cpu.box_tables import tabulate_buffers
 from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
-from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cpu.queues import Notification, OperationQueue
 from reshard.runtime.cpu.staging import CastSource, Staging, copy_into, pack, view_of
+from reshard.runtime.cpu.transfer_progress import Tally
 from reshard.runtime.cpu.verification import TransferDigests, is_copy_of
 from reshard.runtime.program import BoxRange, Event, LocalBox, RankProgram, Recv, Send
 from reshard.runtime.transport import Transport, Work, join, wait_for

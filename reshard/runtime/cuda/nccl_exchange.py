@@ -19,7 +19,7 @@ from reshard.runtime.cuda.nccl import Communicator, Message, Poll
 from reshard.runtime.cuda.nccl_library import DATA_TYPES, REDUCTIONS, NcclError, find_library
 from reshard.runtime.cuda.stream import STREAMS, allow_queries_during_capture, current_stream_handle
 from reshard.runtime.rounds.device_interfaces import Posted
-from reshard.runtime.rounds.schedule import Round
+from reshard.runtime.rounds.round_assignment import Round
 
 #: Device types whose messages NCCL transfers.
 NCCL_DEVICES = {"cuda"}

@@ -24,8 +24,8 @@ from reshard.plan import Plan
 from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.program import RankProgram
 from reshard.runtime.rounds.device_interfaces import PACK, UNPACK, Copier, Exchange, RoundStreams
+from reshard.runtime.rounds.round_assignment import find_large_rounds
 from reshard.runtime.rounds.runner import RoundRunner
-from reshard.runtime.rounds.schedule import find_large_rounds
 
 
 class Mark(Protocol):

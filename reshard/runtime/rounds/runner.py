@@ -28,7 +28,7 @@ from reshard.runtime.rounds.device_interfaces import (
     RoundStreams,
 )
 from reshard.runtime.rounds.large_groups import LargeRounds
-from reshard.runtime.rounds.schedule import Round, rounds_of
+from reshard.runtime.rounds.round_assignment import Round, rounds_of
 from reshard.runtime.rounds.steps import EXTRA, ArrayKind, CompiledRound, MessageBytes, Packed, aligned
 from reshard.runtime.strided_regions import MAX_UNIT, box_regions, make_tables
 
@@ -65,10 +65,10 @@ class RoundRunner:
     than before need further tables.
 
     Args:
-        round_of: the round of each message, from :func:`~reshard.runtime.rounds.schedule.find_rounds`; or large rounds.
-            Their messages that need no buffer get one beyond ``staging_bytes`` for arrays that are not contiguous or
-            cast, of at most twice :data:`~reshard.runtime.rounds.large_groups.DIRECT_ROUND_BYTES`, while a transfer
-            runs.
+        round_of: the round of each message, from :func:`~reshard.runtime.rounds.round_assignment.find_rounds`; or large
+            rounds. Their messages that need no buffer get one beyond ``staging_bytes`` for arrays that are not
+            contiguous or cast, of at most twice :data:`~reshard.runtime.rounds.large_groups.DIRECT_ROUND_BYTES`, while
+            a transfer runs.
         itemsizes: bytes per element of each tensor.
         staging_bytes: limit for buffer and tables together; None for no limit.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.api.lossless.transfer import exchange_reports
+from reshard.api.lossless.lossless_transfer import exchange_reports
 from reshard.coordination import (
     Group,
     Monitor,

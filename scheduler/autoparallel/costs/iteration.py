@@ -12,8 +12,8 @@ from reshard.errors import ScheduleError
 from ...ir.communication import add_transfers, computations
 from ...ir.schedule import Schedule
 from ...pipeline import Pipeline
+from ...schedules.known_schedules import KNOWN_SCHEDULES, known_orders
 from ...schedules.orders import Order, OrderModel, order_of_warmups
-from ...schedules.registry import KNOWN_SCHEDULES, known_orders
 from ...schedules.schedule_search import auto_schedule, in_flight
 from ...simulation.replay import PipelineTimeline, simulate_schedule
 from .device_peaks import DevicePeak, peak_of_stage, peak_of_stages

@@ -19,7 +19,7 @@ from reshard.formatting import brief
 from ...pipe.partition.blocks import BlockStage
 from ...pipe.profile import count_saved_bytes
 from ..inputs.layer_profile import ClassTimes, LayerProfile, LayerTimes
-from .tracing import TracedModel, layer_inputs, run_layer
+from .layer_tracing import TracedModel, layer_inputs, run_layer
 from .zero_times import Shapes, measure_zero_times
 
 #: Samples that are measured, unless others are given.

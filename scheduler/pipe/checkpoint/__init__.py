@@ -25,7 +25,7 @@ from .checkpoint_choice import choose_checkpoint
 from .folders import find_checkpoints
 from .loading import check_model_entries, find_entries, find_model_entries, load
 from .saving import CHECKPOINT_TIMEOUT_SECONDS, check_saved, save
-from .state import TrainingState, check_objects
+from .training_state import TrainingState, check_objects
 
 __all__ = [
     "CHECKPOINT_TIMEOUT_SECONDS",

@@ -12,8 +12,8 @@ from .file_digests import DIGESTS_FILE, read_digests
 from .folders import PICKLED_INDEX_FILE, find_checkpoints, read_path
 from .index import INDEX_FILE
 from .pickled import PickledCheckpoint
-from .state import Exchange
 from .stored import StoredCheckpoint
+from .training_state import Exchange
 
 
 def choose_checkpoint(

@@ -18,7 +18,7 @@ from reshard.formatting import brief
 from .file_digests import digest_parts, write_digests, write_synced
 from .folders import begin, finish, folder_of, prune, read_path, unfinished_folder
 from .index import INDEX_FILE
-from .state import Exchange, TrainingState, check_objects, rng_state
+from .training_state import Exchange, TrainingState, check_objects, rng_state
 from .writing import Entries, plan_writes, write_entries
 
 #: Time limit for waiting for a rank that writes or reads. Ranks detect at once that another one died.

@@ -22,8 +22,8 @@ import torch
 from reshard.plan import Plan
 from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.byte_runs import box_span
-from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cpu.staging import view_as_bits
+from reshard.runtime.cpu.transfer_progress import Tally
 from reshard.runtime.program import RankProgram, Recv, Send
 from reshard.runtime.transport import Transport, Work, wait_for
 

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from reshard.errors import PlanError
 from reshard.runtime.program import Recv, Send
-from reshard.runtime.rounds.schedule import Round
+from reshard.runtime.rounds.round_assignment import Round
 
 
 class Call(NamedTuple):

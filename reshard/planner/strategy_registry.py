@@ -14,8 +14,8 @@ from reshard.planner.multicast.gathering import gathered_multicast
 from reshard.planner.multicast.strategy import multicast
 from reshard.planner.strategies.branch_and_bound import broadcast_search
 from reshard.planner.strategies.broadcast import broadcast_greedy, broadcast_naive, broadcast_size
-from reshard.planner.strategies.direct import global_all_gather, local_all_gather, send_recv
 from reshard.planner.strategies.routes import Strategy
+from reshard.planner.strategies.sends_and_all_gathers import global_all_gather, local_all_gather, send_recv
 
 #: Strategies by name. Callers may pass any function with the same signature instead of a name.
 STRATEGIES: dict[str, Strategy] = {

@@ -21,7 +21,7 @@ from reshard.errors import ArgumentError
 from ...pipe.partition.batches import BatchOutline, name_batch, outline_batch
 from ...pipe.partition.blocks import Block, BlockStage
 from ...pipe.partition.stage_graph import FakeModel, NeedsDataError, StageGraph
-from ...pipe.partition.tracing import UntraceableError
+from ...pipe.partition.traced_cut import UntraceableError
 from ...pipe.pipe import Pipe
 from ...pipe.placement import Placement
 from ...pipe.profile import SavedBytes, count_saved_bytes

@@ -17,8 +17,8 @@ from reshard.formatting import format_ranks
 from reshard.plan import Plan, ensure_checked
 from reshard.runtime.program import Slices, build_program
 from reshard.runtime.rounds.device_interfaces import Posted
+from reshard.runtime.rounds.round_assignment import find_rounds
 from reshard.runtime.rounds.runner import RoundRunner
-from reshard.runtime.rounds.schedule import find_rounds
 from reshard.sharding import TensorSpec
 
 Array = Any
