@@ -1,9 +1,9 @@
 from . import errors as errors
+from .api.arguments.options import TransferOptions as TransferOptions
 from .api.call import reshard as reshard, reshard_async as reshard_async
-from .api.handle import Handle as Handle
 from .api.mover import Mover as Mover
 from .api.one_process import reshard_local as reshard_local
-from .api.options import TransferOptions as TransferOptions
+from .api.transfers.handle import Handle as Handle
 from .codecs.codec import Codec as Codec
 from .coordination.groups.joining import join as join
 from .coordination.groups.process_group import Group as Group, close_group as close_group

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from microbench.harness.case_options import add_number
 from microbench.planner.large_plans import inputs
-from reshard.api import plan_per_host
+from reshard.api.preparation import plan_per_host
 from reshard.coordination import CallGroup, find_call_group, find_group, plan_arguments
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan
 from reshard.planner import plan_tensors

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 import xxhash
 
+from reshard.api.arguments.options import PlanOptions, TransferOptions, read_options, shows_options
 from reshard.api.arrays.equal_shards import CORNER, describe_equal_shards
-from reshard.api.options import PlanOptions, TransferOptions, read_options, shows_options
 from reshard.codecs import ErrorSums, has_base, has_variable_size
 from reshard.codecs.raw_bytes import decoded_dtype
 from reshard.dtypes import dtype_name
@@ -258,8 +258,8 @@ def _reshard_one(
     if isinstance(src, Mesh) and src_spec is None:
         _check_replicas({rank: shards[rank] for rank in src.ranks})
     if has_variable_size(compression):
+        from reshard.api.arguments.option_checks import check_compression
         from reshard.api.lossless.local_buckets import check_lossless  # imports torch
-        from reshard.api.option_checks import check_compression
 
         check_compression(compression, max_error, "raw")
         check_lossless(tensor, str(compression), dst_dtype)
@@ -268,7 +268,7 @@ def _reshard_one(
     plan = make(compress_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
     spec = plan.tensors[0]
     if max_error is not None:
-        from reshard.api.option_checks import check_compression  # imports torch
+        from reshard.api.arguments.option_checks import check_compression  # imports torch
 
         check_compression(compression, max_error, "raw")
         if spec.codec is not None and _encode_measured(spec, shards)[1] > max_error:

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
-from reshard.api.options import TransferOptions, is_fault_tolerant, read_options, shows_options
+from reshard.api.arguments.options import TransferOptions, is_fault_tolerant, read_options, shows_options
 from reshard.codecs import Codec, TransferPolicy, has_base
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError

@@ -28,8 +28,8 @@ import ray
 import torch
 import torch.distributed as dist
 
+from reshard.api.arguments.options import TransferOptions
 from reshard.api.call import reshard
-from reshard.api.options import TransferOptions
 from reshard.coordination import Group, describe_error, family_of, join, report_dead, serve_store
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError

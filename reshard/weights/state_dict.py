@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from reshard.api.mover import Mover
-from reshard.api.plan_per_host import plan_in_group
+from reshard.api.preparation.plan_per_host import plan_in_group
 from reshard.coordination import Group, find_group, leave_interrupted, publish_exceptions, publish_interruption
 from reshard.coordination.topology_discovery import find_topology
 from reshard.errors import ArgumentError

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from reshard.api.handle import Handle, PostedTransfer, result_of
 from reshard.api.mover import Mover, check_transfers, fail_transfers, start_checked
+from reshard.api.transfers.handle import Handle, PostedTransfer, result_of
 from reshard.coordination import Group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan

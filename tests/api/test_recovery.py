@@ -31,7 +31,7 @@ NO_REPLICAS = Layout(Mesh.of("4"), "S0")
 def _die_at(moment):
     """Make this process kill itself: at send or receive number ``moment``, or when it plans (``"planning"``)."""
     if moment == "planning":
-        reshard.api.prepare.plan_tensors = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
+        reshard.api.preparation.prepare.plan_tensors = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
         return
     count = [0]
 

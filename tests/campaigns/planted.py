@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-import reshard.api.prepare
+import reshard.api.preparation.prepare
 from reshard import Layout, Mesh, Topology
 from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.coordination.groups.process_group import serve_store
@@ -274,7 +274,7 @@ def _inject(run: Run) -> None:
         def die(*_: Any, **__: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(reshard.api.prepare, "plan_tensors", die)  # noqa: B010
+        setattr(reshard.api.preparation.prepare, "plan_tensors", die)  # noqa: B010
     _strike(run)
 
 

@@ -26,7 +26,7 @@ from reshard import (
     plan_to_json,
     simulate,
 )
-from reshard.api import plan_per_host
+from reshard.api.preparation import plan_per_host
 from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.cost import find_latency_bounds
 from reshard.cost.prediction import _seconds_of_rotation

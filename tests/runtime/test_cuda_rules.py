@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from reshard import Layout, Mesh, make_plan
-from reshard.api import handle
 from reshard.api.arrays.tensor_checks import check_movable
+from reshard.api.transfers import handle
 from reshard.coordination.liveness import heartbeat
 from reshard.errors import ArgumentError
 from reshard.runtime.cpu.staging import TorchMemory

@@ -10,7 +10,7 @@ import torch
 
 from reshard import Layout, Mesh, Mover
 from reshard.api.mover import start_checked
-from reshard.api.queued_transfers import QueuedTransfers
+from reshard.api.transfers.queued_transfers import QueuedTransfers
 from reshard.planner import plan_tensors
 from reshard.runtime.cpu import posted_program
 from reshard.runtime.cpu.posted_program import DIRECT_BYTES, find_direct

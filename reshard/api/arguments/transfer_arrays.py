@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from reshard.api.arguments.inputs import Item
 from reshard.api.arrays.casts import finish_received, wire_source, wire_target
 from reshard.api.arrays.dtensors import check_same_layout, is_dtensor, layout_of
 from reshard.api.arrays.tensor_checks import check_array, wait_for_collective
-from reshard.api.inputs import Item
 from reshard.coordination import CallGroup, Decision, Group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan

@@ -8,6 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard import __version__
+from reshard.api.arguments.inputs import Inputs, Item
+from reshard.api.arguments.option_checks import check_compression, check_on_loss, check_verify, needs_cpu
+from reshard.api.arguments.options import TransferOptions, is_fault_tolerant
+from reshard.api.arguments.transfer_arrays import copy_to_host
 from reshard.api.arrays.casts import check_cast, warn_of_float8
 from reshard.api.arrays.equal_shards import describe_equal_shards, digest_corners
 from reshard.api.arrays.memory_in_use import check_unused
@@ -18,10 +22,6 @@ from reshard.api.arrays.tensor_checks import (
     detach_source,
     wait_for_collective,
 )
-from reshard.api.inputs import Inputs, Item
-from reshard.api.option_checks import check_compression, check_on_loss, check_verify, needs_cpu
-from reshard.api.options import TransferOptions, is_fault_tolerant
-from reshard.api.transfer_arrays import copy_to_host
 from reshard.codecs import codec_name, find_codec, has_base, has_variable_size
 from reshard.coordination import (
     CallGroup,

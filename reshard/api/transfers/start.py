@@ -6,15 +6,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.arguments.options import TransferOptions, is_fault_tolerant
+from reshard.api.arguments.transfer_arrays import call_arrays, finish_call
 from reshard.api.arrays.casts import unfinished
 from reshard.api.arrays.memory_in_use import note_wait
-from reshard.api.handle import Handle, Watch
-from reshard.api.opened_plan import open_transfers
-from reshard.api.options import TransferOptions, is_fault_tolerant
-from reshard.api.prepare import Prepared
-from reshard.api.recovery import FaultTolerantHandle, Recovery
-from reshard.api.transfer_arrays import call_arrays, finish_call
+from reshard.api.preparation.agreed_plan import AgreedPlan
+from reshard.api.preparation.prepare import Prepared
+from reshard.api.transfers.handle import Handle, Watch
+from reshard.api.transfers.opened_plan import open_transfers
+from reshard.api.transfers.recovery import FaultTolerantHandle, Recovery
 from reshard.coordination import CallGroup
 from reshard.coordination.liveness.lost_ranks import ranks_missed_error
 from reshard.errors import ReshardError

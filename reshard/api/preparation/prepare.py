@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from reshard.api.agreed_plan import AgreedPlan
-from reshard.api.agreement import Agreement
+from reshard.api.arguments.option_checks import check_listed
+from reshard.api.arguments.options import is_fault_tolerant
 from reshard.api.arrays.casts import wire_dtype
-from reshard.api.codec_errors import encode_measured
-from reshard.api.option_checks import check_listed
-from reshard.api.options import is_fault_tolerant
-from reshard.api.plan_per_host import plan_per_host
+from reshard.api.preparation.agreed_plan import AgreedPlan
+from reshard.api.preparation.agreement import Agreement
+from reshard.api.preparation.codec_errors import encode_measured
+from reshard.api.preparation.plan_per_host import plan_per_host
 from reshard.codecs import has_variable_size
 from reshard.coordination import MAX_CACHED, RoundRequest, plan_arguments, resolve_partial, topology_of_names
 from reshard.errors import ReshardError

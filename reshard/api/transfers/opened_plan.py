@@ -7,11 +7,17 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from reshard import __version__
-from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.arguments.option_checks import (
+    check_coding,
+    check_device_type,
+    check_flag,
+    check_listed,
+    encodes_on_cpu,
+)
 from reshard.api.lossless.lossless_transfer import check_lossless_codec
-from reshard.api.option_checks import check_coding, check_device_type, check_flag, check_listed, encodes_on_cpu
-from reshard.api.queued_transfers import QueuedTransfers
-from reshard.api.streamed_transfers import StreamedTransfers
+from reshard.api.preparation.agreed_plan import AgreedPlan
+from reshard.api.transfers.queued_transfers import QueuedTransfers
+from reshard.api.transfers.streamed_transfers import StreamedTransfers
 from reshard.coordination import (
     Group,
     RoundRequest,

@@ -7,15 +7,15 @@ import logging
 
 import torch
 
-from reshard.api.agreement import Agreement
+from reshard.api.arguments.options import is_fault_tolerant
 from reshard.api.arrays.casts import encode_source
-from reshard.api.options import is_fault_tolerant
+from reshard.api.preparation.agreement import Agreement
 from reshard.codecs import ErrorSums
 from reshard.coordination import CallGroup, Decision, RoundRequest, describe_error, gather_reports, rebuild_error
 from reshard.errors import CompressionError
 from reshard.plan import Plan
 
-logger = logging.getLogger("reshard.api.agreed_plan")  # the name that docs/compression.md gives
+logger = logging.getLogger("reshard.api.preparation.agreed_plan")  # the name that docs/compression.md gives
 
 
 def encode_measured(

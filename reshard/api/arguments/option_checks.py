@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from reshard.api.arguments.options import TransferOptions
 from reshard.api.arrays.tensor_checks import DEVICE_TYPES
-from reshard.api.options import TransferOptions
 from reshard.codecs import CustomCodec, find_codec, has_variable_size
 from reshard.errors import ArgumentError
 from reshard.formatting import brief

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from reshard.api.arguments.options import TransferOptions, is_fault_tolerant
 from reshard.api.arrays.dtensors import check_same_layout, is_device_mesh, is_dtensor, mesh_of
-from reshard.api.options import TransferOptions, is_fault_tolerant
 from reshard.coordination import (
     Group,
     RoundRequest,

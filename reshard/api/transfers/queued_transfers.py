@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.arrays.memory_in_use import note_use
-from reshard.api.handle import EXIT_SECONDS, Handle, PostedTransfer, Watch, check_process
+from reshard.api.preparation.agreed_plan import AgreedPlan
+from reshard.api.transfers.handle import EXIT_SECONDS, Handle, PostedTransfer, Watch, check_process
 from reshard.coordination import CallGroup, Monitor
 from reshard.errors import ReshardError, ResourceError, VerificationError
 from reshard.forks import call_at_exit

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from reshard.api.handle import ConfirmedHandle, Handle, progress_of
-from reshard.api.opened_plan import open_plan
-from reshard.api.options import TransferOptions
+from reshard.api.arguments.options import TransferOptions
+from reshard.api.transfers.handle import ConfirmedHandle, Handle, progress_of
+from reshard.api.transfers.opened_plan import open_plan
 from reshard.coordination import (
     CallGroup,
     Decision,

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.arrays.memory_in_use import note_use
-from reshard.api.handle import StreamHandle, StreamWatch
+from reshard.api.preparation.agreed_plan import AgreedPlan
+from reshard.api.transfers.handle import StreamHandle, StreamWatch
 from reshard.coordination import NCCL_ROOT_CAUSE_GRACE_SECONDS, Monitor
 from reshard.runtime.cpu.staging import view_as_bits
 from reshard.runtime.cuda.device_encoding import DeviceDecodedTarget
