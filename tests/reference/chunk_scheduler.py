@@ -1,4 +1,4 @@
-"""Reference implementation of ``native/chunk_scheduler.h``: list scheduling of chunks on ports.
+"""Reference implementation of ``native/multicast/chunk_scheduler.h``: list scheduling of chunks on ports.
 
 The scheduler advances a simulated clock. Whenever ports are free, it matches senders and receivers so that the ports
 with the most work left are busy. Each pair transfers the rarest chunk that the sender's host has and the receiver's

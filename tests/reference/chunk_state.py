@@ -1,4 +1,4 @@
-"""The reference implementation of ``native/chunk_state.h``: the chunks of each host, and the work left at each host."""
+"""The reference implementation of ``native/multicast/chunk_state.h``: the chunks of each host, and the work left at each host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference implementation of ``native/circulant_broadcast.h``: chunks from one host to all others, in slots."""
+"""Reference implementation of ``native/multicast/circulant_broadcast.h``: chunks from one host to all others, in slots."""
 
 from __future__ import annotations
 

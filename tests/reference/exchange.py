@@ -1,4 +1,4 @@
-"""Reference implementations of ``native/exchange.cpp``: equal rows, messages of a rotation, and loads of direct sends."""
+"""Reference implementations of ``native/strategies/exchange.cpp``: equal rows, messages of a rotation, and loads of direct sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference implementation of ``order_greedily`` of ``native/strategies.cpp``."""
+"""The reference implementation of ``order_greedily`` of ``native/strategies/strategies.cpp``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference implementation of ``native/pod_chunk_scheduler.h``: chunk scheduling with pods, which share uplinks."""
+"""The reference implementation of ``native/multicast/pod_chunk_scheduler.h``: chunk scheduling with pods, which share uplinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference implementation of ``native/rank_assignment.h``: sends between NICs become messages between ranks."""
+"""The reference implementation of ``native/multicast/rank_assignment.h``: sends between NICs become messages between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference implementation of ``native/schedule.cpp``: makes a schedule from a workload."""
+"""Reference implementation of ``native/multicast/schedule.cpp``: makes a schedule from a workload."""
 
 from __future__ import annotations
 

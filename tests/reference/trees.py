@@ -1,4 +1,4 @@
-"""The reference implementation of ``grow_trees`` of ``native/strategies.cpp``: broadcast trees, one after another."""
+"""The reference implementation of ``grow_trees`` of ``native/strategies/strategies.cpp``: broadcast trees, one after another."""
 
 from __future__ import annotations
 

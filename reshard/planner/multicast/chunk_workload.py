@@ -75,8 +75,8 @@ class ChunkWorkload:
         max_lead: a rank serves its NIC until it is this many pieces ahead of the least loaded rank there.
         near_first: whether NICs prefer chunks that their own ranks hold or need over the rarest chunks.
         keeps_partners: whether each sender keeps its first receiver for as long as it can.
-        is_broadcast: whether chunks pass in a fixed pattern of slots (``native/circulant_broadcast.h``). All chunks
-            that move must have the same holder and destinations, and hosts one NIC each.
+        is_broadcast: whether chunks pass in a fixed pattern of slots (``native/multicast/circulant_broadcast.h``). All
+            chunks that move must have the same holder and destinations, and hosts one NIC each.
         inside_each, inside_per_byte: cost of a message inside a host, fixed and per byte, in clock steps.
     """
 

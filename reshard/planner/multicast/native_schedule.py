@@ -1,4 +1,4 @@
-"""Compute message schedules, as arrays, with ``native/schedule.cpp``."""
+"""Compute message schedules, as arrays, with ``native/multicast/schedule.cpp``."""
 
 from __future__ import annotations
 

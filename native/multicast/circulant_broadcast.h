@@ -9,7 +9,7 @@
 
 #pragma once
 
-#include "types.h"
+#include "../types.h"
 
 class CirculantBroadcast {
   public:

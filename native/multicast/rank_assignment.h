@@ -13,7 +13,7 @@
 
 #pragma once
 
-#include "types.h"
+#include "../types.h"
 
 // All messages. Message i starts after messages after[after_at[i]:after_at[i + 1]] have ended.
 //   source: the message that brings the piece to the sender, -1 if the sender holds the piece. It is first in `after`.

@@ -20,7 +20,7 @@
 
 #include <limits>
 
-#include "types.h"
+#include "../types.h"
 
 class ChunkState {
   public:

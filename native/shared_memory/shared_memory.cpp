@@ -27,7 +27,7 @@ namespace nb = nanobind;
 
 #include <nanobind/ndarray.h>
 
-#include "interruption.h"
+#include "../interruption.h"
 
 using Words = nb::ndarray<uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 

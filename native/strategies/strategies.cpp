@@ -21,7 +21,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
-#include "interruption.h"
+#include "../interruption.h"
 
 namespace nb = nanobind;
 

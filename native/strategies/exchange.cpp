@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "large_array.h"
-#include "types.h"
+#include "../large_array.h"
+#include "../types.h"
 
 using namespace nb::literals;
 

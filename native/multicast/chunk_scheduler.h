@@ -13,7 +13,7 @@
 
 #include "chunk_state.h"
 #include "bipartite_matching.h"
-#include "fluid/proportional_fairness.h"
+#include "../fluid/proportional_fairness.h"
 
 constexpr double MIN_FREE_FRACTION = 0.25; // a send starts only if its path has this fraction of its full rate free
 constexpr double TIME_TOLERANCE = 1e-9;   // ends within this fraction of a step are simultaneous
