@@ -12,7 +12,7 @@ from reshard.arguments import check_arguments, check_fields
 from reshard.plan import Transfers
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
-from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, SMALL_BYTES, STAGING_PARTS, TREE_CHUNK_BYTES
+from reshard.planner.strategies.chunking import SMALL_BYTES, STAGING_PARTS, TREE_CHUNK_BYTES, UNPACKED_CHUNK_BYTES
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.sends_and_all_gathers import global_cuts
 from reshard.ragged import NO_RANK, distinct_values, ranges
@@ -104,7 +104,7 @@ class Floors:
         ranks = classes.receivers[hosts > 0]
         is_chain = hosts > 1
         is_chain[hosts > 0] |= ((topology.host_by_rank[ranks] == first[:, None]) & (ranks != NO_RANK)).sum(axis=1) > 1
-        chunk_bytes = np.where(is_chain, TREE_CHUNK_BYTES, DIRECT_CHUNK_BYTES)
+        chunk_bytes = np.where(is_chain, TREE_CHUNK_BYTES, UNPACKED_CHUNK_BYTES)
         chunks = -(-classes.nbytes // chunk_bytes)
         leaves_host = hosts > 0
         seconds = [float(hosts.max()) * topology.latency_seconds]
@@ -138,7 +138,7 @@ class Floors:
             return 0.0
         home, count = holders[holder_at[single]], np.diff(at)[single]
         nbytes = self.host_classes.nbytes[single].astype(np.float64)
-        messages = nbytes / np.where(count > 1, TREE_CHUNK_BYTES, DIRECT_CHUNK_BYTES)  # a lower bound
+        messages = nbytes / np.where(count > 1, TREE_CHUNK_BYTES, UNPACKED_CHUNK_BYTES)  # a lower bound
         of, host = np.repeat(np.arange(len(single)), count), destinations[ranges(at[single], count)]
         num_hosts = topology.num_hosts
         place = np.where(host < home[of], num_hosts, 0) + host

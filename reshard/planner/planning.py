@@ -12,7 +12,7 @@ from reshard.formatting import brief, compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, RotationPlan, Transfers, mark_sound, ranks_of
 from reshard.planner.auto_strategy import choose_fastest
 from reshard.planner.stacking import Stacks, stack_problem, unstack
-from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, STAGING_PARTS, routes_to_transfers
+from reshard.planner.strategies.chunking import STAGING_PARTS, UNPACKED_CHUNK_BYTES, routes_to_transfers
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes, Strategy
 from reshard.planner.strategies.routes_check import check_routes
@@ -121,7 +121,7 @@ def plan_tensors(
     regions = sum(spec.num_tasks * height for spec, height in zip(leads, heights, strict=True))
     holdings = max(sum(spec.num_holdings for spec in leads), regions)
     if holdings > MAX_HOLDINGS:
-        largest = min(DIRECT_CHUNK_BYTES, staging_bytes // STAGING_PARTS)
+        largest = min(UNPACKED_CHUNK_BYTES, staging_bytes // STAGING_PARTS)
         topology.check_covers(participants)
         rotation = RotationPlan.find(tensors, topology, staging_bytes, largest) if function is None else None
         if rotation is not None:

@@ -42,7 +42,7 @@ def choose_fastest_plan(problem: SearchProblem, method: str | Method = "auto") -
 def simplest(chosen: ChosenPlan) -> ChosenPlan:
     """Replace the chosen plan by a simpler plan that is as fast. Plans with codecs are returned unchanged.
 
-    See :func:`~.methods.auto.simplify`.
+    See :func:`~.methods.auto_method.simplify`.
     """
     problem, best, others = chosen
     if problem.compression is not None:

@@ -91,7 +91,7 @@ def _run_large_rounds(plan, src, dst, whole, in_rounds):
 @pytest.mark.parametrize("limit", [600, 2**20])
 @pytest.mark.parametrize("seed", range(8))
 def test_large_rounds_move_every_element(monkeypatch, seed, limit):
-    monkeypatch.setattr(round_assignment, "DIRECT_ROUND_BYTES", limit)
+    monkeypatch.setattr(round_assignment, "UNBUFFERED_ROUND_BYTES", limit)
     src, dst, shape, topology = random_problem(seed)
     if seed % 2:
         src, dst = Layout(src.mesh, "S0 R"), Layout(dst.mesh, "S0 R")
@@ -105,7 +105,7 @@ def test_large_rounds_move_every_element(monkeypatch, seed, limit):
 
 
 def test_adjacent_messages_are_sent_as_one(monkeypatch):
-    monkeypatch.setattr(round_assignment, "DIRECT_ROUND_BYTES", 2**24)
+    monkeypatch.setattr(round_assignment, "UNBUFFERED_ROUND_BYTES", 2**24)
     plan = make_plan(Layout(Mesh([0])), Layout(Mesh([1])), (2**13, 1024), "float32", strategy="send_recv")
     assert plan.num_messages == 4
     groups = []
@@ -125,7 +125,7 @@ def test_adjacent_messages_are_sent_as_one(monkeypatch):
 )
 @pytest.mark.parametrize("in_rounds", [True, "streams"])
 def test_data_for_all_other_ranks_is_broadcast(monkeypatch, src, dst, in_rounds, limit):
-    monkeypatch.setattr(large_groups, "DIRECT_ROUND_BYTES", limit)
+    monkeypatch.setattr(large_groups, "UNBUFFERED_ROUND_BYTES", limit)
     first = Mesh.of("1") if src == "R R" else Mesh.of("4")
     is_turned = src == "R S0"
     src, dst = Layout(first, src), Layout(Mesh.of("4"), dst)
@@ -161,7 +161,7 @@ def test_merged_small_tensors_are_broadcast_beside_large_ones():
 
 def test_second_buffer_is_no_larger_than_a_round(monkeypatch):
     """Small messages that cannot be joined, because the source has two regions, into an array that is not contiguous."""
-    monkeypatch.setattr(round_assignment, "DIRECT_ROUND_BYTES", 4096)
+    monkeypatch.setattr(round_assignment, "UNBUFFERED_ROUND_BYTES", 4096)
     source = RegionLayout({0: [[(0, 2048)], [(2048, 4096)]]})
     plan = make_plan(source, Layout(Mesh([1])), (4096,), "int8", strategy="send_recv")
     twice = {name: np.repeat(getattr(plan.transfers, name), 2) for name in ("sender", "receiver", "window", "source")}

@@ -22,7 +22,7 @@ from reshard.errors import ReshardError, ResourceError, VerificationError
 from reshard.forks import call_at_exit
 from reshard.plan import Plan
 from reshard.runtime.cpu.encoded_shards import encoded_array
-from reshard.runtime.cpu.posted_program import DirectProgram, Posted, find_direct
+from reshard.runtime.cpu.posted_program import Posted, PostedProgram, make_posted_program
 from reshard.runtime.cpu.program_executor import NOTIFY_TAG, VERIFY_TAG, RunOptions, WrongCopyError, run_program
 from reshard.runtime.cpu.staging import Staging, view_as_bits
 from reshard.runtime.cpu.transfer_progress import Tally, describe_progress
@@ -31,7 +31,7 @@ from reshard.runtime.program import RankProgram
 from reshard.runtime.transport import BrokenConnectionError, Work, wait_for
 from reshard.threads import start_thread
 
-#: Posted sends that a Mover does not hand to its thread at once. Each has at most ``DIRECT_BYTES``.
+#: Posted sends that a Mover does not hand to its thread at once. Each has at most ``MAX_POSTED_BYTES``.
 _MAX_UNQUEUED = 32
 
 
@@ -63,9 +63,9 @@ class QueuedTransfers:
             idle, self._call_group.idle_staging = self._call_group.idle_staging, None
             if idle is not None and idle[0] == self._plan.plan_hash:
                 self._staging = idle[1]
-        self._direct: DirectProgram | None = None
+        self._posted_program: PostedProgram | None = None
         if self.transport is not None and not verify and not is_one_call:
-            self._direct = find_direct(self._plan, self._program)
+            self._posted_program = make_posted_program(self._plan, self._program)
         self._queued: Watch | None = None  # the last transfer that the thread posts
         self._unqueued: deque[PostedTransfer] = deque()  # posted, and not handed to the thread
         self._posted = _PostedWatch(self._call_group, self._generation, self._plan, self._program)
@@ -129,19 +129,19 @@ class QueuedTransfers:
     def _post(
         self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], *, marks_ends: bool = False
     ) -> Posted | Exception | None:
-        """Post all operations of a transfer that need no thread to start. For ``marks_ends``: see DirectProgram.
+        """Post all operations of a transfer that need no thread to start. For ``marks_ends``: see PostedProgram.
 
         Returns:
             The operations, or the error of posting them. None if the thread must post them, because it has yet to run
             an earlier transfer, or because the operations cannot all be posted at once.
         """
         is_behind = self._queued is not None and not self._queued.done.is_set()
-        if self._direct is None or is_behind or not self._direct.fits(src, dst):
+        if self._posted_program is None or is_behind or not self._posted_program.fits(src, dst):
             return None
         self._queued = None
         try:
             self._call_group.check_usable(self._generation)
-            return self._direct.post(
+            return self._posted_program.post(
                 self.transport,  # type: ignore[arg-type]
                 src,  # type: ignore[arg-type]
                 dst,  # type: ignore[arg-type]
@@ -171,7 +171,11 @@ class QueuedTransfers:
         transfer = PostedTransfer(self, posted, (src, dst), result)
         self._unqueued.append(transfer)
         is_failed = isinstance(posted, Exception)
-        if is_failed or (len(self._unqueued) >= _MAX_UNQUEUED and self._direct is not None and self._direct.only_sends):
+        if is_failed or (
+            len(self._unqueued) >= _MAX_UNQUEUED
+            and self._posted_program is not None
+            and self._posted_program.only_sends
+        ):
             self._hand_over()
         return transfer
 
@@ -312,8 +316,8 @@ class QueuedTransfers:
         if isinstance(posted, Exception):
             watch.check()
             raise posted
-        assert self._direct is not None
-        self._direct.wait(posted, deadline, watch.check, watch.tally)
+        assert self._posted_program is not None
+        self._posted_program.wait(posted, deadline, watch.check, watch.tally)
 
     def _stop(self, watch: Watch, error: BaseException) -> None:
         """End a transfer with an error of this rank, on all ranks."""

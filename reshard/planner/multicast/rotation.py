@@ -9,7 +9,7 @@ from reshard.plan import Transfers
 from reshard.planner.multicast.chunk_workload import Nics
 from reshard.planner.multicast.classes import Classes, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds, is_fast_inside
-from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW
+from reshard.planner.strategies.chunking import INSIDE_WINDOW, STAGING_PARTS, UNPACKED_CHUNK_BYTES, WINDOW
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import NO_RANK
 from reshard.topology import MAX_NICS
@@ -64,7 +64,7 @@ def _to_transfers(problem: PlanProblem, classes: Classes, rotates: bool, most_by
         rotates: whether chains of successive classes begin at successive ranks of a host, or all at the first one.
         most_bytes: None is returned if the slots, or a port, would pass more bytes one after the other.
     """
-    limit = min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS)
+    limit = min(UNPACKED_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS)
     cuts = np.where(classes.nbytes <= limit, 1, -(-classes.nbytes // max(limit * 15 // 16, 1)))  # cuts snap to slices
     alone, topology = np.arange(len(classes)), problem.topology
     pieces = cut_pieces(problem, classes, alone, cuts, np.zeros(len(classes), dtype=bool))

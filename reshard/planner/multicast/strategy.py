@@ -17,7 +17,7 @@ from reshard.planner.multicast.problem_parts import MAX_TOGETHER, ProblemPart, s
 from reshard.planner.multicast.relay_limits import limit_relay_staging
 from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
-from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW
+from reshard.planner.strategies.chunking import INSIDE_WINDOW, STAGING_PARTS, UNPACKED_CHUNK_BYTES, WINDOW
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.ragged import NO_RANK
@@ -173,7 +173,7 @@ def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None)
             f"{int(host_classes.nbytes.sum()):,} bytes make at least {fewest:,} chunks; at most {limit:,} fit in one "
             "plan; move the tensors in several calls"
         )
-    largest_piece = min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS)
+    largest_piece = min(UNPACKED_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS)
     counts, relative_size = count_chunks(topology, host_classes, largest, largest_piece)
     # one step of the scheduler's clock: seconds to pass a chunk of size 1 at rate 1
     fastest = max(
@@ -202,7 +202,7 @@ def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None)
 
 def _largest_chunks(problem: PlanProblem, host_classes: HostClasses) -> np.ndarray:
     """``(host_classes,)`` largest chunk in bytes; several packed or staged chunks must fit the staging at once."""
-    packed = max(min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS) * 15 // 16, 1)  # cuts snap to slices
+    packed = max(min(UNPACKED_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS) * 15 // 16, 1)  # cuts snap to slices
     largest = np.full(len(host_classes), packed, dtype=np.int64)
     if any(len(host.nics) > 1 for host in problem.topology.hosts):
         return largest

@@ -14,7 +14,7 @@ from .routes import Routes, copy_routes
 
 #: Chunk size of transfers with one hop, and of transfers inside a host. A large limit means few messages.
 #: But a transfer still has several chunks, so that packing one overlaps with sending another.
-DIRECT_CHUNK_BYTES = 8 * 2**20
+UNPACKED_CHUNK_BYTES = 8 * 2**20
 #: Chunk size of regions that must be packed. Four such chunks fit the share of a send queue, a quarter of the default
 #: staging of 64 MiB. So the window, not the staging, limits the messages in flight.
 PACKED_CHUNK_BYTES = 4 * 2**20
@@ -92,7 +92,7 @@ def cut_transfers(problem: PlanProblem, routes: Routes, staging_bytes: int, *, i
     is_copy = routes.sender[routes.edge_at[:-1]] == routes.receiver[routes.edge_at[:-1]]
     has_one_hop, crosses = _classify_routes(routes, problem.topology)
     limit = staging_bytes // STAGING_PARTS
-    direct = np.where(problem.is_strided[routes.task], min(PACKED_CHUNK_BYTES, limit), min(DIRECT_CHUNK_BYTES, limit))
+    direct = np.where(problem.is_strided[routes.task], min(PACKED_CHUNK_BYTES, limit), min(UNPACKED_CHUNK_BYTES, limit))
     is_direct = has_one_hop | ~crosses
     chunk_bytes = direct
     if not is_direct.all():

@@ -6,7 +6,7 @@ are posted in plan order, as in :mod:`reshard.runtime.cpu.program_executor`. So 
 and the other end there.
 
 Gloo shows the arrival of a message only by a wait, which no signal interrupts. So
-:meth:`DirectProgram.post` can mark the end of each receive buffer. Bytes arrive in order: once the mark is gone, a wait
+:meth:`PostedProgram.post` can mark the end of each receive buffer. Bytes arrive in order: once the mark is gone, a wait
 returns at once.
 """
 
@@ -29,9 +29,9 @@ from reshard.runtime.transport import Transport, Work, wait_for
 
 #: Largest number of bytes that a rank sends and receives in such a program. With a larger message, the copy to the
 #: socket would cost the calling thread more time than a second thread costs.
-DIRECT_BYTES = 2**18
+MAX_POSTED_BYTES = 2**18
 #: Largest number of messages of such a program in one direction.
-DIRECT_MESSAGES = 8
+MAX_POSTED_MESSAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class Posted:
         return bool(self.ends)
 
 
-class DirectProgram:
-    """A rank's part of a plan that is posted at once. :func:`find_direct` makes it.
+class PostedProgram:
+    """A rank's part of a plan that is posted at once. :func:`make_posted_program` makes it.
 
     Args:
         recvs, sends: the operations, in plan order.
@@ -144,22 +144,22 @@ def _part(arrays: Sequence[torch.Tensor], item: _Operation) -> torch.Tensor:
     return array if item.span is None else flat_bytes(view_as_bits(array))[item.span[0] : item.span[1]]
 
 
-def find_direct(plan: Plan, program: RankProgram) -> DirectProgram | None:
+def make_posted_program(plan: Plan, program: RankProgram) -> PostedProgram | None:
     """The program as one that is posted at once; None if it cannot be."""
     sends = sorted((*program.sends_across, *program.sends_inside), key=lambda op: op.id)
     every: list[Recv | Send] = [*program.recvs, *sends]
     if program.copies or program.awaited or program.notify or any(spec.codec is not None for spec in plan.tensors):
         return None
-    if max(len(program.recvs), len(sends)) > DIRECT_MESSAGES:
+    if max(len(program.recvs), len(sends)) > MAX_POSTED_MESSAGES:
         return None
-    if sum(op.nbytes for op in every) > DIRECT_BYTES:
+    if sum(op.nbytes for op in every) > MAX_POSTED_BYTES:
         return None
     candidates = [_find_operation(plan, program, op) for op in every]
     operations = [item for item in candidates if item is not None]
     if len(operations) < len(candidates):
         return None
     recvs = [item for item in operations if item.is_recv]
-    return DirectProgram(program.rank, recvs, [item for item in operations if not item.is_recv])
+    return PostedProgram(program.rank, recvs, [item for item in operations if not item.is_recv])
 
 
 def _find_operation(plan: Plan, program: RankProgram, op: Recv | Send) -> _Operation | None:

@@ -1,4 +1,4 @@
-"""Interfaces through which :class:`~.executor.RoundRunner` uses an array library and its device."""
+"""Interfaces through which :class:`~.runner.RoundRunner` uses an array library and its device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Exchange(Protocol):
             recvs: buffers to receive into, each with its sender.
             sends: buffers to send, each with its receiver.
             broadcasts: buffers to broadcast, each with its root. Empty unless the rounds are
-                :class:`~.large.LargeRounds`.
+                :class:`~.large_groups.LargeRounds`.
         """
 
 

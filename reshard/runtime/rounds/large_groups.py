@@ -19,7 +19,7 @@ from reshard.runtime.rounds.steps import aligned
 from reshard.sharding import Shards
 
 #: Bytes that a rank sends, and receives, in a round without a buffer.
-DIRECT_ROUND_BYTES = 128 * 2**20
+UNBUFFERED_ROUND_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class LargeRounds:
     roots: Mapping[int, int] = field(default_factory=dict)
 
 
-def find_direct(plan: Plan, messages: MessageTable) -> np.ndarray:
+def find_unbuffered(plan: Plan, messages: MessageTable) -> np.ndarray:
     """``(messages,)`` bool: whether a message consists of whole rows, and is neither forwarded nor forwards another."""
     transfers = plan.transfers
     box = transfers.first_box[messages.transfer]
@@ -144,7 +144,7 @@ def _assign_broadcasts(plan: Plan, regions: _Regions, room: int) -> np.ndarray:
     filled, last, place = {False: 0, True: 0}, None, (0, -1, 0)
     for region in np.lexsort((begin, regions.root, regions.tensor)).tolist():
         kind, size = bool(regions.is_direct[region]), aligned(int(regions.nbytes[region]))
-        if filled[kind] and filled[kind] + size > (DIRECT_ROUND_BYTES if kind else room):
+        if filled[kind] and filled[kind] + size > (UNBUFFERED_ROUND_BYTES if kind else room):
             place, filled, last = (place[0] + 1, *place[1:]), {False: 0, True: 0}, None
         filled[kind] += size
         joins = (

@@ -20,10 +20,10 @@ import numpy as np
 from reshard.plan import MessageTable, Plan, tabulate_messages
 from reshard.runtime.program import RankProgram, Recv, Send
 from reshard.runtime.rounds.large_groups import (
-    DIRECT_ROUND_BYTES,
+    UNBUFFERED_ROUND_BYTES,
     LargeRounds,
     find_broadcasts,
-    find_direct,
+    find_unbuffered,
     join_messages,
 )
 from reshard.runtime.rounds.steps import aligned
@@ -87,8 +87,8 @@ def find_rounds(plan: Plan) -> dict[int, int]:
 def find_large_rounds(plan: Plan) -> LargeRounds:
     """The rounds for a transport that broadcasts, and moves messages that need no buffer in large groups.
 
-    A round holds such messages of at most :data:`~.large.DIRECT_ROUND_BYTES` in each direction of a rank, in addition
-    to what :func:`find_rounds` allows.
+    A round holds such messages of at most :data:`~.large_groups.UNBUFFERED_ROUND_BYTES` in each direction of a rank, in
+    addition to what :func:`find_rounds` allows.
     """
     rounds = _Rounds(plan)
     if not any(rounds.relays.is_relay) and not len(rounds.messages.gathered):
@@ -96,7 +96,7 @@ def find_large_rounds(plan: Plan) -> LargeRounds:
         broadcasts = find_broadcasts(plan, rounds.messages, np.array(rounds.moves, dtype=bool), room)
         if broadcasts is not None:
             return broadcasts
-    direct = np.flatnonzero(find_direct(plan, rounds.messages) & np.array(rounds.moves, dtype=bool))
+    direct = np.flatnonzero(find_unbuffered(plan, rounds.messages) & np.array(rounds.moves, dtype=bool))
     ids = rounds.messages.id[direct].tolist()
     round_of = rounds.assign(frozenset(direct.tolist()))
     at = np.array([round_of[ident] for ident in ids], dtype=np.int64)
@@ -220,7 +220,7 @@ def _assign_rounds(
         limit = room[inside[index]]
         if index in direct:
             nbytes = aligned(nbytes)
-            kind, limit = None, max(DIRECT_ROUND_BYTES, nbytes)
+            kind, limit = None, max(UNBUFFERED_ROUND_BYTES, nbytes)
         ends = [(sender, kind, True), (receiver, kind, False)]
         at = max(earliest, *(first_free.get(end, 0) for end in ends))
         while any(_used(used, end, at) + nbytes > limit for end in ends):

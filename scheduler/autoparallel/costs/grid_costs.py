@@ -36,7 +36,7 @@ def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
 
 
 def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostInputs) -> LayerCost:
-    """The cost of a layer on a grid for one microbatch. See :func:`~.costs.layer_cost`.
+    """The cost of a layer on a grid for one microbatch. See :func:`~.costs.layer_costs.layer_cost`.
 
     Computation takes the busiest rank's share of the profiled time of one rank. Communication takes the time that
     :func:`~reshard.parallel.layer_price.price_layer` returns for a rank of that speed. Gradients are summed over the

@@ -13,7 +13,7 @@ from reshard.api.mover import start_checked
 from reshard.api.transfers.queued_transfers import QueuedTransfers
 from reshard.planner import plan_tensors
 from reshard.runtime.cpu import posted_program
-from reshard.runtime.cpu.posted_program import DIRECT_BYTES, find_direct
+from reshard.runtime.cpu.posted_program import MAX_POSTED_BYTES, make_posted_program
 from reshard.runtime.program import build_program
 from reshard.runtime.transport.shared_memory import MIN_SHARED_BYTES
 from reshard.sharding import TensorSpec
@@ -30,17 +30,17 @@ def make_plan(shape, src="R R", dst="R R", src_ranks=(0,), dst_ranks=(1,)):
         (make_plan((4, 8)), {0, 1}),
         (make_plan((4, 8), dst="S0 R", dst_ranks=(1, 2)), {0, 1, 2}),  # parts of the source, each one run
         (make_plan((4, 8), dst="R S0", dst_ranks=(1, 2)), {1, 2}),  # columns: the sender packs them
-        (make_plan((DIRECT_BYTES // 16, 8)), set()),  # too large
+        (make_plan((MAX_POSTED_BYTES // 16, 8)), set()),  # too large
         (make_plan((4, 8), dst_ranks=(0, 1)), {1}),  # rank 0 also copies inside
     ],
 )
 def test_only_small_programs_of_contiguous_messages_are_direct(plan, ranks):
-    assert {rank for rank in plan.ranks if find_direct(plan, build_program(plan, rank)) is not None} == ranks
+    assert {rank for rank in plan.ranks if make_posted_program(plan, build_program(plan, rank)) is not None} == ranks
 
 
 def test_no_message_of_a_direct_program_is_large_enough_for_shared_memory():
     """One end may post it here and the other in the executor, and both must take the same way."""
-    assert DIRECT_BYTES < MIN_SHARED_BYTES
+    assert MAX_POSTED_BYTES < MIN_SHARED_BYTES
 
 
 def move_in_turns(rank):
