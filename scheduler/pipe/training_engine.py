@@ -16,8 +16,8 @@ from reshard.errors import ArgumentError
 from ..ir.schedule import Schedule
 from ..runtime.data_parallel import is_fsdp, plain_parameters
 from ..runtime.engine import Engine, ending_calls
-from ..runtime.grad_sync import restore_gradients, stash_gradients
 from ..runtime.local_tensors import is_dtensor
+from ..runtime.replica_sync import restore_gradients, stash_gradients
 from ..runtime.step_executor import RankStepResult, StageTotals, StepInputs
 from ..schedules.classic import zb_h1
 from ..simulation.replay import PipelineTimeline, simulate_schedule
@@ -25,7 +25,7 @@ from ..simulation.schedule_lower_bound import LowerBound, find_lower_bound
 from . import checkpoint
 from .dry_run import DryRun, Shard
 from .feeding import Feeder
-from .gradients import LossScale, are_finite, check_clip, combine_norm, local_power_sum, scale_gradients
+from .gradient_norm import LossScale, are_finite, check_clip, combine_norm, local_power_sum, scale_gradients
 from .partition.batches import BatchOutline, take_samples, take_unused_sample
 from .partition.stage_mesh import ranks_with_own_loss
 from .profile import ScheduleBuilder, StageProfile, count_saved_bytes, profile_timelines, restore_training_state

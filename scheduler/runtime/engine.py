@@ -59,11 +59,11 @@ from .engine_arguments import (
     find_replica_ranks,
     read_loss_weights,
 )
-from .grad_sync import ReplicaSync, wait_for_root_cause
 from .gradient_passes import GradientPasses
 from .observe import gather_timeline, gather_values, name_action
 from .p2p import StageTransfers, plan_channels
 from .ready_order import Order
+from .replica_sync import ReplicaSync, wait_for_root_cause
 from .stage import StageRun
 from .step_executor import EngineState, Iteration, RankStepResult, StepInputs, StepProgram
 from .tied_params import TiedParameter, TiedParameters, check_training, training_of

@@ -25,9 +25,9 @@ from ..ir.text import format_schedule
 from ..pipeline import Pipeline
 from ..simulation.validate import check_one_order, check_schedule
 from .data_parallel import LossShards, check_loss_shards, check_split
-from .grad_sync import find_replicas
 from .p2p import find_device_type
 from .ready_order import ORDERS, Order
+from .replica_sync import find_replicas
 from .stage import StageRun
 from .tied_params import TiedParameter, check_ties
 

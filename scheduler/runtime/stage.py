@@ -15,7 +15,7 @@ import torch
 from reshard.api.arrays.tensor_checks import check_movable, wait_for_collective
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.gradients.sums import CHECK_EVERY, sum_gradients
+from reshard.gradients.declared_sums import CHECK_EVERY, sum_gradients
 from reshard.gradients.weight_grad_store import WeightGradStore
 from reshard.sharding import TensorSpec
 

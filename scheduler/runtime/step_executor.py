@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from reshard.errors import ArgumentError
-from reshard.gradients.sums import declared_sums
+from reshard.gradients.declared_sums import declared_sums
 from reshard.runtime.cuda.stream import STREAMS
 
 from ..ir.actions import Action, Kind
@@ -26,12 +26,12 @@ from .data_parallel import (
     loss_shards_of,
     reshard_parameters,
 )
-from .grad_sync import ReplicaSync, restore_gradients, stash_gradients
 from .gradient_passes import GradientPasses
 from .observe import StepRecord, TransferRecord, find_observer
 from .p2p import PendingTransfer, StageTransfers
 from .rank_actions import Computation, RankActions, Transfer, compile_actions, find_sum_places, only_forwards
 from .ready_order import ArrivalWait, NextComputation, ReadyPlan, ReadyQueue, RecvWindows
+from .replica_sync import ReplicaSync, restore_gradients, stash_gradients
 from .stage import StageRun, Tensors
 from .tied_params import TiedParameters
 from .warm_up import warm_up

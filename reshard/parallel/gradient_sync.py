@@ -8,7 +8,7 @@ import torch
 
 from reshard.arguments import check_arguments
 from reshard.errors import DisagreementError
-from reshard.gradients.sums import CHECK_EVERY, axes_left, check_interval, declared_sums, sum_gradients
+from reshard.gradients.declared_sums import CHECK_EVERY, axes_left, check_interval, declared_sums, sum_gradients
 from reshard.runtime.torch_compat import local_of
 
 from .grid.grid_axis import Axis

@@ -14,7 +14,7 @@ import torch
 
 from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
-from reshard.gradients.sums import (
+from reshard.gradients.declared_sums import (
     CHECK_EVERY,
     SumState,
     axes_left,
@@ -26,7 +26,7 @@ from reshard.gradients.sums import (
 from reshard.runtime.torch_compat import local_of
 from reshard.threads import start_thread
 
-from .gradients import hash_of_sums, sync_gradients, sync_gradients_of
+from .gradient_sync import hash_of_sums, sync_gradients, sync_gradients_of
 from .grid.grid_axis import Axis
 from .grid.sum_agreement import SumAgreement, SumCall
 
