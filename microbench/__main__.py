@@ -70,9 +70,9 @@ CASES = {
     "wire_bytes": ("parallel.wire_bytes", "bytes on the wire of grids, compared with the formulas"),
     "choices": ("parallel.grid_choices", "the choice of choose_grid, compared with all grids"),
     "weak_scaling": ("parallel.weak_scaling", "predicted speed of 2.5-D over 2-D grids on 64 GPUs"),
-    "gpu_transfers": ("gpu.transfers", "Movers, compared with torch.distributed on a GPU"),
-    "gpu_engine": ("gpu.engine", "the pipeline engine, compared with a plain loop on a GPU"),
-    "gpu_codecs": ("gpu.codecs", "kernels of the codecs on a GPU, compared with copy_"),
+    "gpu_transfers": ("gpu.gpu_transfers", "Movers, compared with torch.distributed on a GPU"),
+    "gpu_engine": ("gpu.gpu_engine", "the pipeline engine, compared with a plain loop on a GPU"),
+    "gpu_codecs": ("gpu.gpu_codecs", "kernels of the codecs on a GPU, compared with copy_"),
     "gpu_packing": ("kernels.packing", "packing of strided boxes on a GPU, compared with copy_"),
 }
 
