@@ -31,7 +31,7 @@ from reshard.scheduler import (
     zb_h1,
 )
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.ready_order import ORDERS, Order
+from reshard.scheduler.runtime.ready_order import ORDERS, OrderMode
 from reshard.sharding import TensorSpec
 from reshard.testing import run_processes
 
@@ -87,7 +87,7 @@ def draw_costs(pipeline: Pipeline, percent: float, turn: int) -> dict[int, Varyi
     }
 
 
-def measure(rank: int, case: str, options: argparse.Namespace) -> dict[float, dict[Order, list[float]]]:
+def measure(rank: int, case: str, options: argparse.Namespace) -> dict[float, dict[OrderMode, list[float]]]:
     """Seconds of the steps of each order, for each standard deviation in percent."""
     torch.set_num_threads(1)
     pipeline, schedule = make_case(case, options)
@@ -96,7 +96,7 @@ def measure(rank: int, case: str, options: argparse.Namespace) -> dict[float, di
     modules = {stage: TimedStage(pipeline, stage, rank, groups[rank]) for stage in own}
     feed = {0: [{"x": torch.zeros(SHAPE, requires_grad=True)} for _ in range(options.microbatches)]}
     engines = {order: Engine(schedule, pipeline, modules, order=order) for order in ORDERS}
-    measured: dict[float, dict[Order, list[float]]] = {}
+    measured: dict[float, dict[OrderMode, list[float]]] = {}
     for percent in options.percent:
         measured[percent] = {order: [] for order in ORDERS}
         for turn in range(options.turns + WARM_UP):

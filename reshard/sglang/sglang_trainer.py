@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from reshard.coordination import find_group
 from reshard.errors import ArgumentError, RemoteError
-from reshard.sglang.order import LOADER, Order
+from reshard.sglang.order import LOADER, InstallOrder
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.weights.membership.team import AGREE_SECONDS, run_collectively
 from reshard.weights.publisher import Publisher
@@ -53,7 +53,7 @@ class Trainer:
             raise ArgumentError(f"store is a {type(self.store).__name__}; workers join a TCPStore")
         limits: Any = {"memory_bytes": self.memory_bytes, "timeout_seconds": self.timeout_seconds}
         self._group = find_group(self.group)
-        self._order = Order(self.host, self.store.port, self.name, secrets.token_hex(8), **limits)
+        self._order = InstallOrder(self.host, self.store.port, self.name, secrets.token_hex(8), **limits)
         self._publisher = Publisher(self.model, self.store, self.name, self.group, dtype=self.dtype, **limits)
 
     def send_weights(self) -> int:
@@ -90,7 +90,7 @@ class Trainer:
         run_collectively(self._group, install, "tells its engines to install a version", seconds)
         return version
 
-    def _install(self, engine: Any, order: Order) -> None:
+    def _install(self, engine: Any, order: InstallOrder) -> None:
         _check("begin_weight_update", _try(engine.begin_weight_update))
         try:
             result = _try(engine.update_weights_from_tensor, order.named_tensors(), load_format=LOADER)

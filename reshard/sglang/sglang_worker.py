@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from reshard.coordination import find_group
 from reshard.errors import RemoteError, ReshardError
-from reshard.sglang.order import Order, Pairs, read_order
+from reshard.sglang.order import InstallOrder, Pairs, read_order
 from reshard.weights.membership.team import AGREE_SECONDS, run_collectively
 from reshard.weights.subscriber import Subscriber
 
@@ -50,7 +50,7 @@ class _EngineWorker:
         self._held: Pairs = ()  # the version that the engine has; the memory is that of the Subscriber
         self._is_touched = False  # whether the loader has run in this update
 
-    def install(self, order: Order) -> None:
+    def install(self, order: InstallOrder) -> None:
         """Install a version, and answer."""
         self._is_touched = False
         failure = ""
@@ -67,7 +67,7 @@ class _EngineWorker:
             if dist.get_rank(self._group) == 0 and self._store is not None:
                 self._store.append(order.answer, f"{failure}\n")  # a draft model adds its answer
 
-    def _update(self, order: Order) -> None:
+    def _update(self, order: InstallOrder) -> None:
         seconds = min(order.timeout_seconds, _HELD_SECONDS)
         if self._trainer != order.trainer:
             self._subscribe(order)
@@ -77,7 +77,7 @@ class _EngineWorker:
             self._subscriber.update(seconds)
             self._held = self._given
 
-    def _subscribe(self, order: Order) -> None:
+    def _subscribe(self, order: InstallOrder) -> None:
         """Subscribe to a trainer, in place of an earlier one."""
         if self._subscriber is not None:
             self._subscriber.close()

@@ -21,7 +21,7 @@ from reshard.topology import Topology
 from ..ir.schedule import Schedule
 from ..pipeline import MAX_COUNT, Pipeline
 from ..runtime.engine import Engine
-from ..runtime.ready_order import Order
+from ..runtime.ready_order import OrderMode
 from ..runtime.tied_params import TiedParameter
 from ..schedules.classic import one_f_one_b
 from ..schedules.schedule_search import auto_schedule
@@ -204,7 +204,7 @@ class Pipe:
         activation_limit_bytes: int | None = None,
         compression: Policy | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        order: Order = "planned",
+        order: OrderMode = "planned",
     ) -> PipelineEngine:
         """Parallelize the stages of this rank and make the engine. Every rank must call this.
 

@@ -62,7 +62,7 @@ from .engine_arguments import (
 from .gradient_passes import GradientPasses
 from .observe import gather_timeline, gather_values, name_action
 from .p2p import StageTransfers, plan_channels
-from .ready_order import Order
+from .ready_order import OrderMode
 from .replica_sync import ReplicaSync, wait_for_root_cause
 from .stage import StageRun
 from .step_executor import EngineState, Iteration, RankStepResult, StepInputs, StepProgram
@@ -131,7 +131,7 @@ class Engine:
         compression: Policy | None = None,
         signal_only: bool = False,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        order: Order = "planned",
+        order: OrderMode = "planned",
     ) -> None:
         self.schedule, self.pipeline = schedule, pipeline
         others = autocast, compression, signal_only, timeout_seconds, order

@@ -17,7 +17,7 @@ from ..simulation.schedule_lower_bound import find_lower_bound
 from .classic import check_microbatches
 from .known_schedules import known_orders
 from .list_scheduling import DispatchRule
-from .orders import Order, OrderModel
+from .orders import OrderModel, RankOrders
 
 NAME = "auto_schedule"
 #: Share of the makespan given up to save memory. Keeping more activations slows real computations by more than this.
@@ -45,7 +45,7 @@ class SimulatedOrder:
         num_actions: number of computations.
     """
 
-    order: Order
+    order: RankOrders
     rule: DispatchRule | None
     seconds: float
     peak_bytes: float
@@ -175,7 +175,7 @@ class _AllLevels:
             if candidate is not None:
                 yield candidate, self.model.peak_bytes(order)
 
-    def measure(self, order: Order, rule: DispatchRule | None) -> SimulatedOrder | None:
+    def measure(self, order: RankOrders, rule: DispatchRule | None) -> SimulatedOrder | None:
         """A candidate; None if its order deadlocks."""
         seconds = self.model.makespan_seconds(order)
         if seconds == math.inf:
@@ -307,7 +307,7 @@ class _LevelSearch:
                 yield replace(rule, splits=whole)
 
 
-def in_flight(order: Order, num_stages: int) -> tuple[int, ...]:
+def in_flight(order: RankOrders, num_stages: int) -> tuple[int, ...]:
     """For each stage, the most microbatches in flight."""
     now, peaks = [0] * num_stages, [0] * num_stages
     for codes in order:

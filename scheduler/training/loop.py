@@ -21,7 +21,7 @@ from ..ir.schedule import Schedule
 from ..pipe.pipe import Pipe
 from ..pipe.placement import parse_placements
 from ..pipe.training_engine import PipelineEngine
-from ..runtime.ready_order import Order
+from ..runtime.ready_order import OrderMode
 from ..schedules.named_builders import NAMED_BUILDERS
 from ..simulation.replay import PipelineTimeline
 from ..simulation.schedule_lower_bound import LowerBound
@@ -76,7 +76,7 @@ class TrainingJob:
     stages: str
     layers: tuple[int, ...] = ()
     schedule: str = "auto"
-    order: Order = "planned"
+    order: OrderMode = "planned"
     compression: str | None = None
     data: str | None = None
     warmup: int = 0

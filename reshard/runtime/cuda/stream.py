@@ -23,7 +23,7 @@ from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.program import RankProgram
-from reshard.runtime.rounds.device_interfaces import PACK, UNPACK, Copier, Exchange, RoundStreams
+from reshard.runtime.rounds.device_interfaces import PACK, UNPACK, Copier, RoundExchange, RoundStreams
 from reshard.runtime.rounds.round_assignment import find_large_rounds
 from reshard.runtime.rounds.runner import RoundRunner
 
@@ -273,7 +273,7 @@ class StreamRunner:
     memory of the buffer before. Later transfers may start on other streams.
     """
 
-    def __init__(self, runner: RoundRunner, exchange: Exchange, streams: TransferStream) -> None:
+    def __init__(self, runner: RoundRunner, exchange: RoundExchange, streams: TransferStream) -> None:
         self._runner, self._exchange, self.streams = runner, exchange, streams
         streams.enqueue(_no_work, [])
 

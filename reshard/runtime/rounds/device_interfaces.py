@@ -17,7 +17,7 @@ Posted = tuple[Array, int]
 EXCHANGE, PACK, UNPACK = "exchange", "pack", "unpack"
 
 
-class Exchange(Protocol):
+class RoundExchange(Protocol):
     """Posts one round as one group. Work that is enqueued on the current stream later runs after it."""
 
     def __call__(self, recvs: Sequence[Posted], sends: Sequence[Posted], broadcasts: Sequence[Posted], /) -> None:

@@ -22,9 +22,9 @@ from reshard.runtime.rounds.device_interfaces import (
     UNPACK,
     Array,
     Copier,
-    Exchange,
     Memory,
     Posted,
+    RoundExchange,
     RoundStreams,
 )
 from reshard.runtime.rounds.large_groups import LargeRounds
@@ -156,7 +156,7 @@ class RoundRunner:
         self,
         src: Sequence[Array | None],
         dst: Sequence[Array | None],
-        exchange: Exchange,
+        exchange: RoundExchange,
         streams: RoundStreams = ONE_STREAM,
     ) -> None:
         """Enqueue all rounds of this rank.

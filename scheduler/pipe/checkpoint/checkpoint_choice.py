@@ -13,11 +13,11 @@ from .folders import PICKLED_INDEX_FILE, find_checkpoints, read_path
 from .index import INDEX_FILE
 from .pickled import PickledCheckpoint
 from .stored import StoredCheckpoint
-from .training_state import Exchange
+from .training_state import GatherFromRanks
 
 
 def choose_checkpoint(
-    path: str | Path, step: int | None, trust_pickle: bool, rank: int, is_first: bool, exchange: Exchange
+    path: str | Path, step: int | None, trust_pickle: bool, rank: int, is_first: bool, exchange: GatherFromRanks
 ) -> StoredCheckpoint | PickledCheckpoint | None:
     """The checkpoint of ``step``, or the newest one; None if ``path`` has no checkpoint.
 

@@ -18,7 +18,7 @@ from ...runtime.compression_policy import StageSums
 from .plain_parameters import JoinedTensor, PlainParameter, named_state
 
 #: ``exchange(value, error)`` returns the values of all ranks, by rank. If a rank passes an error, all ranks raise it.
-Exchange = Callable[[Any, BaseException | None], Mapping[int, Any]]
+GatherFromRanks = Callable[[Any, BaseException | None], Mapping[int, Any]]
 
 
 @dataclass(frozen=True)
