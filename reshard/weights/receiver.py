@@ -16,7 +16,7 @@ import torch.distributed as dist
 from reshard.coordination import describe_error, rebuild_error
 from reshard.errors import RemoteError, ReshardError, TransferTimeoutError
 from reshard.weights.encoded import EncodedTransfers
-from reshard.weights.install import Arrays, Installer, ReceiveInPlace
+from reshard.weights.install import Installer, ReceiveInPlace, TensorsByName
 from reshard.weights.membership.attempts import SWAP, key_of
 from reshard.weights.membership.mailbox import MailboxMessage
 from reshard.weights.membership.survivors import on_ranks
@@ -72,14 +72,14 @@ class Receiver:
         self._pieces: list[RegionPair] = []
         self._tied: Mapping[str, str] = {}
         self._checker: Checker | None = None
-        self._shadow: Arrays = {}
+        self._shadow: TensorsByName = {}
         self._arrived: int | None = None  # the version in the shadow, if this rank has all of it
         self._complete: int | None = None  # the last version that all ranks have and that is verified
-        self._complete_arrays: Arrays = {}
+        self._complete_arrays: TensorsByName = {}
         self._digests: RegionDigests = ["", ""]  # of the last version
         self._values: Mapping[str, Value] = {}
-        self._kept: tuple[Arrays, Mapping[str, Value], RegionDigests] = {}, {}, ["", ""]  # what is installed
-        self._spare: Arrays = {}  # memory of what was installed before
+        self._kept: tuple[TensorsByName, Mapping[str, Value], RegionDigests] = {}, {}, ["", ""]  # what is installed
+        self._spare: TensorsByName = {}  # memory of what was installed before
         self._leader = _Leader(self, team) if team.is_leader else None
 
     # For the threads of the user
@@ -358,7 +358,7 @@ class Receiver:
             self.swap_error, self.swapped = error, message["attempt"]
             self._changed.notify_all()
 
-    def _install(self, arrays: Arrays, values: Mapping[str, Value], digests: RegionDigests) -> None:
+    def _install(self, arrays: TensorsByName, values: Mapping[str, Value], digests: RegionDigests) -> None:
         """Install a version. If that fails on one rank, all ranks raise its error."""
 
         def install() -> dict[str, Any]:
@@ -404,7 +404,7 @@ def _run(function: Callable[[], None], future: Future[None]) -> BaseException | 
     return None
 
 
-def _shares(first: Arrays, second: Arrays) -> bool:
+def _shares(first: TensorsByName, second: TensorsByName) -> bool:
     """Whether two versions are in the same memory."""
     return any(array is second.get(name) for name, array in first.items())
 

@@ -25,7 +25,7 @@ from ..runtime.ready_order import OrderMode
 from ..runtime.tied_params import TiedParameter
 from ..schedules.classic import one_f_one_b
 from ..schedules.schedule_search import auto_schedule
-from .dry_run import Shard
+from .dry_run import ShardModule
 from .partition.adapters import find_blocks
 from .partition.batches import name_batch, outline_batch, split_microbatches
 from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules, copy_stage
@@ -326,7 +326,7 @@ class Pipe:
             made[stage] = module
         return made
 
-    def _shard_of(self, stage: int, device_mesh: Any) -> Shard | None:
+    def _shard_of(self, stage: int, device_mesh: Any) -> ShardModule | None:
         """A function that shards a copy of a stage without data as this rank shards the stage; None on one rank."""
         if self.placements[stage].tp == 1:
             return None

@@ -23,7 +23,7 @@ from ..schedules.classic import zb_h1
 from ..simulation.replay import PipelineTimeline, simulate_schedule
 from ..simulation.schedule_lower_bound import LowerBound, find_lower_bound
 from . import checkpoint
-from .dry_run import DryRun, Shard
+from .dry_run import DryRun, ShardModule
 from .feeding import Feeder
 from .gradient_norm import LossScale, are_finite, check_clip, combine_norm, local_power_sum, scale_gradients
 from .partition.batches import BatchOutline, take_samples, take_unused_sample
@@ -62,7 +62,7 @@ class CompileOptions:
     activation_limit_bytes: int | None = None
     process_group: Any = None
     policy: Policy | None = None
-    shards: Mapping[int, Shard | None] = field(default_factory=dict)
+    shards: Mapping[int, ShardModule | None] = field(default_factory=dict)
     sequence_parts: Mapping[int, int] = field(default_factory=dict)
 
 

@@ -19,7 +19,7 @@ from reshard.public_api import caller_level
 from reshard.runtime.array_bytes import contiguous
 from reshard.sharding import Layout, Mesh, TensorSpec
 
-Arrays = Mapping[int, torch.Tensor]
+ShardsByRank = Mapping[int, torch.Tensor]
 #: A function that moves buckets between ranks. It takes the tensors of a plan and the ``{rank: bytes}`` of each tensor
 #: on the senders, and returns the ``{rank: bytes}`` of each tensor on the receivers.
 Move = Callable[[Sequence[TensorSpec], Sequence[Mapping[int, np.ndarray]]], list[dict[int, np.ndarray]]]
@@ -34,10 +34,10 @@ class LocalArrays(NamedTuple):
         targets: destination shards to write, copies of ``out`` or new.
     """
 
-    shards: Arrays
-    base: Arrays
-    out: Arrays
-    targets: Arrays
+    shards: ShardsByRank
+    base: ShardsByRank
+    out: ShardsByRank
+    targets: ShardsByRank
 
 
 def check_lossless(spec: TensorSpec, codec: str, dst_dtype: str | None) -> None:
@@ -87,7 +87,7 @@ def move_lossless(spec: TensorSpec, codec: str, arrays: LocalArrays, move: Move)
 
 
 def _why_full(
-    of_rank: Mapping[int, Mapping[str, Bucket]], buckets: Mapping[str, Bucket], base: Arrays, out: Arrays
+    of_rank: Mapping[int, Mapping[str, Bucket]], buckets: Mapping[str, Bucket], base: ShardsByRank, out: ShardsByRank
 ) -> str:
     """The reason why the tensor must be sent in full; "" if all ranks hold the same earlier version."""
     for what, given, side in (("base", base, "holders"), ("out", out, "receivers")):

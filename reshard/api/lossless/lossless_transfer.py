@@ -36,7 +36,7 @@ from reshard.sharding import Layout, Mesh, TensorSpec
 #: Extra time after the time limit of the transfer in which ranks wait for each other's outcome.
 LOSSLESS_OUTCOME_GRACE_SECONDS = 0.5
 
-Arrays = Mapping[str, torch.Tensor | None]
+ArraysOrNone = Mapping[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class CallArrays(NamedTuple):
         outs: destination shards.
     """
 
-    tensors: Arrays
-    bases: Arrays
-    outs: Arrays
+    tensors: ArraysOrNone
+    bases: ArraysOrNone
+    outs: ArraysOrNone
 
 
 class LosslessTransfer:
@@ -176,7 +176,9 @@ class LosslessTransfer:
         self.lost |= set(self.members) - set(members)
         self.members = tuple(members)
 
-    def complete(self, error: ReshardError | None, received: Sequence[torch.Tensor | None], targets: Arrays) -> None:
+    def complete(
+        self, error: ReshardError | None, received: Sequence[torch.Tensor | None], targets: ArraysOrNone
+    ) -> None:
         """Write the destination shards once all ranks have received their buckets.
 
         Args:
@@ -242,7 +244,7 @@ class LosslessTransfer:
         ]
         return self._describe_loss(gone, {rank for bucket in gone for rank in bucket.receivers} - self.lost)
 
-    def _encode(self, bases: Arrays, failure: Exception | None = None) -> dict[int, Any]:
+    def _encode(self, bases: ArraysOrNone, failure: Exception | None = None) -> dict[int, Any]:
         """Encode this rank's buckets, as differences if it has all bases; returns the reports of all ranks."""
         report: dict[str, Any] = {"failed": None, "buckets": {}, "sources": {}, "outs": {}}
         try:
@@ -322,7 +324,7 @@ class LosslessTransfer:
                 return _raise_failure(decision.payloads, self._kept)
             self.exclude([rank for rank in self.members if rank not in decision.lost])
 
-    def _check_received(self, received: Arrays) -> ReshardError | None:
+    def _check_received(self, received: ArraysOrNone) -> ReshardError | None:
         for name, bucket in self._buckets.items():
             size, _, digest = self._entries[name]
             array = received[name]
@@ -333,7 +335,7 @@ class LosslessTransfer:
                 )
         return None
 
-    def _decode(self, received: Arrays, targets: Arrays) -> None:
+    def _decode(self, received: ArraysOrNone, targets: ArraysOrNone) -> None:
         shards = {name: array for name, array in targets.items() if array is not None}
         mark_written(shards.values())
         for name, bucket in self._buckets.items():
@@ -410,7 +412,7 @@ def _gather(requests: list[RoundRequest]) -> Decision:
     return Decision(generation=max(request.generation for request in requests), payloads=payloads)
 
 
-def _shards_of(bucket: Bucket, arrays: Arrays) -> dict[str, torch.Tensor] | None:
+def _shards_of(bucket: Bucket, arrays: ArraysOrNone) -> dict[str, torch.Tensor] | None:
     """The shards that hold a bucket's regions; None if one is missing."""
     shard_of = {region.tensor: arrays.get(region.tensor) for region in bucket.regions}
     shards = {name: array for name, array in shard_of.items() if array is not None}
