@@ -233,7 +233,7 @@ class ChunkState {
         near_out_.assign(nics_.host.size(), none());
         near_in_ = near_out_;
         for (size_t i = 0; i < chunks(); ++i) {
-            const int64_t k = workload_.piece_class[workload_.piece_at[i]], c = static_cast<int64_t>(i);
+            const int64_t k = workload_.piece_class[workload_.piece_offsets[i]], c = static_cast<int64_t>(i);
             for (const int64_t rank : workload_.class_holders[k])
                 near_out_[nics_.of_rank[rank]].set(c);
             for (const int64_t rank : workload_.class_receivers[k])

@@ -61,7 +61,7 @@ class Linearization {
                     for (const int64_t use : found->second)
                         put(use, row[k]);
         for (int64_t i = 0; i < count; ++i)
-            for (int64_t at = m_.after_at[i]; at < m_.after_at[i + 1]; ++at)
+            for (int64_t at = m_.after_offsets[i]; at < m_.after_offsets[i + 1]; ++at)
                 put(m_.after[at], i);
         std::vector<int64_t> by_end = everything;
         std::stable_sort(by_end.begin(), by_end.end(), [&](auto a, auto b) { return m_.ends_before(a, b); });
@@ -112,7 +112,7 @@ class Linearization {
     // Whether message i is not in the order yet, but all messages in its `after` are.
     bool can_come(int64_t i) const {
         return !is_done_[i] &&
-               std::all_of(m_.after.begin() + m_.after_at[i], m_.after.begin() + m_.after_at[i + 1],
+               std::all_of(m_.after.begin() + m_.after_offsets[i], m_.after.begin() + m_.after_offsets[i + 1],
                            [&](int64_t first) { return is_done_[first] != 0; });
     }
 

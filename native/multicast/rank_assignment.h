@@ -15,11 +15,11 @@
 
 #include "../types.h"
 
-// All messages. Message i starts after messages after[after_at[i]:after_at[i + 1]] have ended.
+// All messages. Message i starts after messages after[after_offsets[i]:after_offsets[i + 1]] have ended.
 //   source: the message that brings the piece to the sender, -1 if the sender holds the piece. It is first in `after`.
 //   start, end: planned times.
 struct Messages {
-    std::vector<int64_t> piece, sender, receiver, source, after_at{0}, after;
+    std::vector<int64_t> piece, sender, receiver, source, after_offsets{0}, after;
     std::vector<double> start, end;
     std::vector<char> crosses; // whether sender and receiver are on different hosts
     std::vector<char> staged;  // whether the receiver only forwards the piece
@@ -67,7 +67,7 @@ class RankAssignment {
         for (size_t chunk_send = 0; chunk_send < chunk_sends_.size(); ++chunk_send) {
             interruption_.poll();
             const int64_t chunk = chunk_sends_[chunk_send].chunk;
-            const int64_t first = workload_.piece_at[chunk], end = workload_.piece_at[chunk + 1];
+            const int64_t first = workload_.piece_offsets[chunk], end = workload_.piece_offsets[chunk + 1];
             int64_t total = 0, passed = 0;
             for (int64_t piece = first; piece < end; ++piece)
                 total += workload_.piece_bytes[piece];
@@ -186,11 +186,11 @@ class RankAssignment {
             if (earlier != source)
                 m.after.push_back(earlier);
         double ready = start;
-        for (size_t i = static_cast<size_t>(m.after_at.back()); i < m.after.size(); ++i)
+        for (size_t i = static_cast<size_t>(m.after_offsets.back()); i < m.after.size(); ++i)
             ready = std::max(ready, m.end[m.after[i]]);
         m.start.push_back(ready);
         m.end.push_back(ready > start ? ready + (end - start) : end);
-        m.after_at.push_back(static_cast<int64_t>(m.after.size()));
+        m.after_offsets.push_back(static_cast<int64_t>(m.after.size()));
         return static_cast<int64_t>(m.piece.size()) - 1;
     }
 

@@ -90,12 +90,12 @@ nb::tuple make_schedule(nb::handle given_nics, nb::handle given) {
                pod = field<Ints>(given_nics, "pod");
     const auto out = field<Floats>(given_nics, "out"), into = field<Floats>(given_nics, "into"),
                up = field<Floats>(given_nics, "up"), down = field<Floats>(given_nics, "down");
-    const auto [host_class_holders_at, host_class_holders] = pair_field(given, "host_class_holders");
+    const auto [host_class_holders_offsets, host_class_holders] = pair_field(given, "host_class_holders");
     const auto [host_class_receivers_at, host_class_receivers] = pair_field(given, "host_class_receivers");
-    const auto [class_holders_at, class_holders] = pair_field(given, "class_holders");
+    const auto [class_holders_offsets, class_holders] = pair_field(given, "class_holders");
     const auto [class_receivers_at, class_receivers] = pair_field(given, "class_receivers");
     const auto host_class_size = field<Ints>(given, "host_class_size"), host_class_of = field<Ints>(given, "host_class_of"),
-               piece_at = field<Ints>(given, "piece_at"), piece_class = field<Ints>(given, "piece_class"),
+               piece_offsets = field<Ints>(given, "piece_offsets"), piece_class = field<Ints>(given, "piece_class"),
                piece_bytes = field<Ints>(given, "piece_bytes");
     Nics nics{to_vector(host, 1 << 20, 0, "host"), to_vector(of_rank, host.shape(0), -1, "of_rank"),
                 to_vector(pod, up.shape(0), 0, "pod"), to_vector(out), to_vector(into), to_vector(up), to_vector(down)};
@@ -105,16 +105,16 @@ nb::tuple make_schedule(nb::handle given_nics, nb::handle given) {
     nics.find_ranks();
     if (pod.shape(0) && static_cast<int64_t>(pod.shape(0)) < nics.num_hosts)
         throw std::invalid_argument("make_schedule: a host has no pod");
-    const size_t host_classes = rows(host_class_holders_at), classes = rows(class_holders_at);
+    const size_t host_classes = rows(host_class_holders_offsets), classes = rows(class_holders_offsets);
     const size_t hosts = static_cast<size_t>(nics.num_hosts), ranks = of_rank.shape(0);
     const size_t pieces = piece_class.shape(0);
-    ChunkWorkload workload{members(host_class_holders_at, host_class_holders, host_classes, hosts, "host_class_holders"),
+    ChunkWorkload workload{members(host_class_holders_offsets, host_class_holders, host_classes, hosts, "host_class_holders"),
                     members(host_class_receivers_at, host_class_receivers, host_classes, hosts, "host_class_receivers"),
                     to_vector(host_class_size, INT64_MAX, 1, "host_class_size"),
                     to_vector(host_class_of, host_classes, 0, "host_class_of"),
-                    members(class_holders_at, class_holders, classes, ranks, "class_holders"),
+                    members(class_holders_offsets, class_holders, classes, ranks, "class_holders"),
                     members(class_receivers_at, class_receivers, classes, ranks, "class_receivers"),
-                    to_vector(piece_at, pieces + 1, 0, "piece_at"),
+                    to_vector(piece_offsets, pieces + 1, 0, "piece_offsets"),
                     to_vector(piece_class, classes, 0, "piece_class"),
                     to_vector(piece_bytes, INT64_MAX, 0, "piece_bytes"),
                     field<int64_t>(given, "max_lead"),
@@ -129,10 +129,10 @@ nb::tuple make_schedule(nb::handle given_nics, nb::handle given) {
                 throw std::out_of_range("make_schedule: a rank has no NIC");
     if (host_class_size.shape(0) != host_classes)
         throw std::invalid_argument("make_schedule: host classes are not as many as their sizes");
-    if (piece_bytes.shape(0) != pieces || workload.piece_at.size() != workload.host_class_of.size() + 1 ||
-        workload.piece_at.back() != static_cast<int64_t>(pieces) ||
-        std::adjacent_find(workload.piece_at.begin(), workload.piece_at.end(), std::greater_equal<>()) !=
-            workload.piece_at.end())
+    if (piece_bytes.shape(0) != pieces || workload.piece_offsets.size() != workload.host_class_of.size() + 1 ||
+        workload.piece_offsets.back() != static_cast<int64_t>(pieces) ||
+        std::adjacent_find(workload.piece_offsets.begin(), workload.piece_offsets.end(), std::greater_equal<>()) !=
+            workload.piece_offsets.end())
         throw std::invalid_argument("make_schedule: chunks are not divided into pieces");
     if (workload.is_broadcast && !is_broadcast(nics, workload))
         throw std::invalid_argument("make_schedule: the chunks are not a broadcast from one host");
@@ -169,7 +169,7 @@ nb::tuple make_schedule(nb::handle given_nics, nb::handle given) {
     if (!done)
         throw std::invalid_argument("make_schedule: a chunk cannot reach a host that needs it");
     return nb::make_tuple(to_numpy(std::move(made.piece)), to_numpy(std::move(made.sender)), to_numpy(std::move(made.receiver)),
-                          to_numpy(std::move(made.source)), to_numpy(std::move(made.after_at)), to_numpy(std::move(made.after)),
+                          to_numpy(std::move(made.source)), to_numpy(std::move(made.after_offsets)), to_numpy(std::move(made.after)),
                           to_numpy(std::move(order)));
 }
 
@@ -177,5 +177,5 @@ nb::tuple make_schedule(nb::handle given_nics, nb::handle given) {
 
 void bind_schedule(nb::module_ &m) {
     m.def("make_schedule", &make_schedule, "nics"_a, "workload"_a,
-          "Returns piece, sender, receiver, source, after_at and after of all messages, and the order of messages.");
+          "Returns piece, sender, receiver, source, after_offsets and after of all messages, and the order of messages.");
 }

@@ -148,29 +148,29 @@ struct Groups {
 
 // Writes the messages of a rotation: each piece of a class passes along the chain of receivers of each host. Returns
 // the number of entries of `after`, or -1, with nothing written, if the ports are busy for more than `most_bytes`.
-int64_t rotate(Table receivers, Ints holder, Ints nbytes, Ints piece_at, Ints host_of, Ints nic_of, int64_t num_nics,
+int64_t rotate(Table receivers, Ints holder, Ints nbytes, Ints piece_offsets, Ints host_of, Ints nic_of, int64_t num_nics,
                bool rotates, double most_bytes, int64_t window_across, int64_t window_inside, OutInts region,
-               OutInts sender, OutInts receiver, OutInts window, OutInts after_at, OutInts after, OutInts source) {
+               OutInts sender, OutInts receiver, OutInts window, OutInts after_offsets, OutInts after, OutInts source) {
     const char *name = "rotate";
     const size_t classes = receivers.shape(0), width = receivers.shape(1), ranks = host_of.shape(0);
-    check(classes && holder.shape(0) == classes && nbytes.shape(0) == classes && piece_at.shape(0) == classes + 1 &&
+    check(classes && holder.shape(0) == classes && nbytes.shape(0) == classes && piece_offsets.shape(0) == classes + 1 &&
               nic_of.shape(0) == ranks,
           name, "arrays differ in size");
     check_range(receivers.data(), classes * width, NO_RANK, ranks, name, "receivers");
     check_range(holder.data(), classes, 0, ranks, name, "holder");
     check(num_nics >= 0 && num_nics < INT32_MAX, name, "there are too many NICs");
     check_range(nic_of.data(), ranks, 0, static_cast<size_t>(num_nics), name, "nic_of");
-    check(std::is_sorted(piece_at.data(), piece_at.data() + classes + 1), name, "piece_at does not rise");
+    check(std::is_sorted(piece_offsets.data(), piece_offsets.data() + classes + 1), name, "piece_offsets does not rise");
     size_t total = 0, needed = 0;
     for (size_t k = 0; k < classes; ++k) {
         const int64_t *row = receivers.data() + k * width;
         const size_t real = width - static_cast<size_t>(std::count(row, row + width, NO_RANK));
-        total += real, needed += real * static_cast<size_t>(piece_at(k + 1) - piece_at(k));
+        total += real, needed += real * static_cast<size_t>(piece_offsets(k + 1) - piece_offsets(k));
     }
     check(total < INT32_MAX && classes < INT32_MAX && ranks < INT32_MAX, name, "there are too many receivers");
     for (const OutInts *array : {&region, &sender, &receiver, &window, &source})
         check(array->shape(0) == needed, name, "an output has the wrong size");
-    check(after_at.shape(0) == needed + 1 && after.shape(0) >= 2 * needed, name, "an output has the wrong size");
+    check(after_offsets.shape(0) == needed + 1 && after.shape(0) >= 2 * needed, name, "an output has the wrong size");
     nb::gil_scoped_release release;
     const Groups found(receivers, holder, nbytes, host_of, nic_of, static_cast<size_t>(num_nics), total, rotates);
     if (found.busy_bytes() > most_bytes)
@@ -185,7 +185,7 @@ int64_t rotate(Table receivers, Ints holder, Ints nbytes, Ints piece_at, Ints ho
         const int64_t k = group.of_class;
         const bool may_cross = found.slot(group) >= 0;
         int64_t &sent = last_sent[found.sender(group)], &received = last_received[found.reached.of[group.nic]];
-        for (int64_t piece = piece_at(k); piece < piece_at(k + 1); ++piece)
+        for (int64_t piece = piece_offsets(k); piece < piece_offsets(k + 1); ++piece)
             for (int32_t hop = 0; hop < group.count; ++hop, ++message) {
                 const bool crosses = !hop && may_cross;
                 region.data()[message] = piece;
@@ -193,7 +193,7 @@ int64_t rotate(Table receivers, Ints holder, Ints nbytes, Ints piece_at, Ints ho
                 receiver.data()[message] = found.members[group.at + hop];
                 window.data()[message] = crosses ? window_across : window_inside;
                 source.data()[message] = hop ? message - 1 : -1;
-                after_at.data()[message] = num_after;
+                after_offsets.data()[message] = num_after;
                 if (hop)
                     after.data()[num_after++] = message - 1;
                 if (!crosses)
@@ -205,7 +205,7 @@ int64_t rotate(Table receivers, Ints holder, Ints nbytes, Ints piece_at, Ints ho
                 sent = received = message;
             }
     }
-    after_at.data()[needed] = num_after;
+    after_offsets.data()[needed] = num_after;
     return num_after;
 }
 
@@ -281,9 +281,9 @@ int64_t number_rows(Table rows, OutInts first, OutInts number) {
 } // namespace
 
 void bind_exchange(nb::module_ &m) {
-    m.def("rotate", &rotate, "receivers"_a, "holder"_a, "nbytes"_a, "piece_at"_a, "host_of"_a, "nic_of"_a,
+    m.def("rotate", &rotate, "receivers"_a, "holder"_a, "nbytes"_a, "piece_offsets"_a, "host_of"_a, "nic_of"_a,
           "num_nics"_a, "rotates"_a, "most_bytes"_a, "window_across"_a, "window_inside"_a, "region"_a, "sender"_a,
-          "receiver"_a, "window"_a, "after_at"_a, "after"_a, "source"_a,
+          "receiver"_a, "window"_a, "after_offsets"_a, "after"_a, "source"_a,
           "Write the messages of a rotation and return the number of entries of after, or -1 if ports would wait.");
     m.def("number_rows", &number_rows, "rows"_a, "first"_a, "number"_a,
           "Number equal rows by their first ones; return the count of numbers.");

@@ -77,12 +77,12 @@ class Twister {
 using Wide = __int128;
 
 struct Greedy {
-    const int64_t *way_at, *home, *crosses, *port_at, *port, *task_at, *nbytes;
+    const int64_t *way_offsets, *home, *crosses, *port_offsets, *port, *task_offsets, *nbytes;
     std::vector<int64_t> load, sent, left, alive, hosts;
     std::vector<uint64_t> taken; // by port: the last set that uses it
     uint64_t set = 0;
     std::vector<std::pair<uint64_t, int64_t>> order, drawn; // (random number, class)
-    std::vector<size_t> bucket_at;
+    std::vector<size_t> bucket_offsets;
     std::vector<std::pair<int64_t, int64_t>> chosen, best; // (class, option)
     std::vector<int64_t> largest; // by host: bytes of its largest task, -1 without any
     size_t most_chosen = 0; // limit on the sends of a set
@@ -92,18 +92,18 @@ struct Greedy {
     // over as many buckets as there are classes, so that sorting by bucket leaves few pairs to exchange.
     void shuffle(Twister &rng) {
         const size_t n = alive.size();
-        drawn.resize(n), order.resize(n), bucket_at.assign(n + 1, 0);
+        drawn.resize(n), order.resize(n), bucket_offsets.assign(n + 1, 0);
         const auto bucket_of = [&](uint64_t number) {
             return static_cast<size_t>(static_cast<unsigned __int128>(number) * n >> 53);
         };
         for (size_t k = 0; k < n; ++k) {
             drawn[k] = {rng.bits53(), alive[k]};
-            ++bucket_at[bucket_of(drawn[k].first) + 1];
+            ++bucket_offsets[bucket_of(drawn[k].first) + 1];
         }
         for (size_t k = 0; k < n; ++k)
-            bucket_at[k + 1] += bucket_at[k];
+            bucket_offsets[k + 1] += bucket_offsets[k];
         for (const auto &entry : drawn)
-            order[bucket_at[bucket_of(entry.first)]++] = entry;
+            order[bucket_offsets[bucket_of(entry.first)]++] = entry;
         for (size_t k = 1; k < n; ++k) {
             const auto entry = order[k];
             size_t at = k;
@@ -114,7 +114,7 @@ struct Greedy {
     }
 
     bool is_free(int64_t way) const {
-        for (int64_t i = port_at[way]; i < port_at[way + 1]; ++i)
+        for (int64_t i = port_offsets[way]; i < port_offsets[way + 1]; ++i)
             if (taken[port[i]] == set)
                 return false;
         return true;
@@ -129,12 +129,12 @@ struct Greedy {
         for (const auto &entry : order) {
             const int64_t i = entry.second;
             int64_t way = -1;
-            for (int64_t w = way_at[i]; w < way_at[i + 1]; ++w)
+            for (int64_t w = way_offsets[i]; w < way_offsets[i + 1]; ++w)
                 if (is_free(w) && (way < 0 || load[home[w]] + sent[home[w]] < load[home[way]] + sent[home[way]]))
                     way = w;
             if (way < 0)
                 continue;
-            for (int64_t at = port_at[way]; at < port_at[way + 1]; ++at)
+            for (int64_t at = port_offsets[way]; at < port_offsets[way + 1]; ++at)
                 taken[port[at]] = set;
             const int64_t size = nbytes[left[i] - 1];
             total += size;
@@ -158,7 +158,7 @@ struct Greedy {
         std::vector<char> is_known(load.size());
         homes_exclude = true;
         for (size_t way = 0; way < num_ways; ++way) {
-            const int64_t *first = port + port_at[way], *last = port + port_at[way + 1];
+            const int64_t *first = port + port_offsets[way], *last = port + port_offsets[way + 1];
             std::vector<int64_t> &ports = common[home[way]];
             if (!is_known[home[way]])
                 ports.assign(first, last);
@@ -173,7 +173,7 @@ struct Greedy {
     std::pair<Wide, Wide> best_score() {
         std::fill(largest.begin(), largest.end(), -1);
         for (const int64_t i : alive)
-            for (int64_t way = way_at[i]; way < way_at[i + 1]; ++way)
+            for (int64_t way = way_offsets[i]; way < way_offsets[i + 1]; ++way)
                 largest[home[way]] = std::max(largest[home[way]], nbytes[left[i] - 1]);
         most_chosen = 0;
         Wide total = 0, spread = 0;
@@ -205,13 +205,13 @@ struct Greedy {
             }
             std::sort(best.begin(), best.end());
             for (const auto &[i, way] : best)
-                for (int64_t count = std::min(at_once, left[i] - task_at[i]); count > 0; --count) {
+                for (int64_t count = std::min(at_once, left[i] - task_offsets[i]); count > 0; --count) {
                     --left[i];
                     *classes++ = i, *ways++ = way;
                     if (crosses[way])
                         load[home[way]] += nbytes[left[i]];
                 }
-            std::erase_if(alive, [&](int64_t i) { return left[i] <= task_at[i]; });
+            std::erase_if(alive, [&](int64_t i) { return left[i] <= task_offsets[i]; });
         }
     }
 };
@@ -296,10 +296,10 @@ bool is_below(const Ints &values, int64_t most) {
 // Picks a sender for each message in turn: a holder on the receiver's host if there is one, else any holder. Among
 // these, the host that has sent the fewest bytes to other hosts comes first, then the rank that has sent the fewest
 // bytes, then the first holder.
-void pick_senders(Ints holder_at, Ints holders, Ints task, Ints receiver, Ints nbytes, Ints host_of, Found sender) {
+void pick_senders(Ints holder_offsets, Ints holders, Ints task, Ints receiver, Ints nbytes, Ints host_of, Found sender) {
     const size_t num_tasks = nbytes.shape(0), num_ranks = host_of.shape(0), n = task.shape(0);
     const auto fits = [](bool is_fit, const char *what) { check(is_fit, what, "pick_senders"); };
-    fits(divides(holder_at, holders.shape(0)) && holder_at.shape(0) == num_tasks + 1, "tasks do not divide holders");
+    fits(divides(holder_offsets, holders.shape(0)) && holder_offsets.shape(0) == num_tasks + 1, "tasks do not divide holders");
     fits(receiver.shape(0) == n && sender.shape(0) == n, "arrays differ in size");
     fits(is_below(task, num_tasks) && is_below(receiver, num_ranks) && is_below(holders, num_ranks), "no such rank");
     fits(is_below(host_of, INT64_MAX), "no such host");
@@ -310,7 +310,7 @@ void pick_senders(Ints holder_at, Ints holders, Ints task, Ints receiver, Ints n
         const int64_t t = task.data()[i], home = host[receiver.data()[i]];
         int64_t best = -1;
         bool is_near = false;
-        for (int64_t at = holder_at.data()[t]; at < holder_at.data()[t + 1]; ++at) {
+        for (int64_t at = holder_offsets.data()[t]; at < holder_offsets.data()[t + 1]; ++at) {
             const int64_t rank = holders.data()[at];
             const bool is_here = host[rank] == home;
             if (is_near && !is_here)
@@ -328,11 +328,11 @@ void pick_senders(Ints holder_at, Ints holders, Ints task, Ints receiver, Ints n
     }
 }
 
-void grow_trees(Ints sender, Ints receiver_at, Ints receivers, Ints nbytes, Ints host_of, Ints pod_of, int64_t num_pods,
+void grow_trees(Ints sender, Ints receiver_offsets, Ints receivers, Ints nbytes, Ints host_of, Ints pod_of, int64_t num_pods,
                 Ints most_arriving, Found from, Found to) {
     const size_t n = sender.shape(0), num_ranks = host_of.shape(0), num_hosts = pod_of.shape(0);
     const auto fits = [](bool is_fit, const char *what) { check(is_fit, what, "grow_trees"); };
-    fits(divides(receiver_at, receivers.shape(0)) && receiver_at.shape(0) == n + 1, "trees do not divide receivers");
+    fits(divides(receiver_offsets, receivers.shape(0)) && receiver_offsets.shape(0) == n + 1, "trees do not divide receivers");
     fits(nbytes.shape(0) == n && from.shape(0) == receivers.shape(0) && to.shape(0) == receivers.shape(0) &&
              most_arriving.shape(0) == num_hosts,
          "arrays differ in size");
@@ -343,32 +343,32 @@ void grow_trees(Ints sender, Ints receiver_at, Ints receivers, Ints nbytes, Ints
     int64_t *a = from.data(), *b = to.data();
     std::vector<int64_t> row;
     for (size_t i = 0; i < n; ++i) {
-        row.assign(receivers.data() + receiver_at.data()[i], receivers.data() + receiver_at.data()[i + 1]);
+        row.assign(receivers.data() + receiver_offsets.data()[i], receivers.data() + receiver_offsets.data()[i + 1]);
         trees.grow(sender.data()[i], row, nbytes.data()[i], a, b);
     }
 }
 
-void order_greedily(Ints way_at, Ints home, Ints crosses, Ints port_at, Ints port, Ints task_at, Ints nbytes,
+void order_greedily(Ints way_offsets, Ints home, Ints crosses, Ints port_offsets, Ints port, Ints task_offsets, Ints nbytes,
                     int64_t num_hosts, int64_t num_ports, int64_t tries, int64_t at_once, Ints state, Found classes,
                     Found ways) {
     const size_t num_ways = home.shape(0), num_tasks = nbytes.shape(0);
-    check(divides(way_at, num_ways) && divides(task_at, num_tasks) && way_at.shape(0) == task_at.shape(0),
+    check(divides(way_offsets, num_ways) && divides(task_offsets, num_tasks) && way_offsets.shape(0) == task_offsets.shape(0),
           "classes do not divide ways and tasks");
-    check(divides(port_at, port.shape(0)) && port_at.shape(0) == num_ways + 1, "ways do not divide ports");
+    check(divides(port_offsets, port.shape(0)) && port_offsets.shape(0) == num_ways + 1, "ways do not divide ports");
     check(crosses.shape(0) == num_ways && is_below(home, num_hosts) && is_below(port, num_ports), "no such host or port");
     check(classes.shape(0) == num_tasks && ways.shape(0) == num_tasks && state.shape(0) == 625, "arrays differ in size");
-    for (size_t i = 0; i + 1 < way_at.shape(0); ++i)
-        check(way_at.data()[i] < way_at.data()[i + 1], "a class has no way");
+    for (size_t i = 0; i + 1 < way_offsets.shape(0); ++i)
+        check(way_offsets.data()[i] < way_offsets.data()[i + 1], "a class has no way");
     check(tries > 0 && at_once > 0, "nothing is tried");
     nb::gil_scoped_release release;
     Greedy g;
-    g.way_at = way_at.data(), g.home = home.data(), g.crosses = crosses.data(), g.port_at = port_at.data();
-    g.port = port.data(), g.task_at = task_at.data(), g.nbytes = nbytes.data();
+    g.way_offsets = way_offsets.data(), g.home = home.data(), g.crosses = crosses.data(), g.port_offsets = port_offsets.data();
+    g.port = port.data(), g.task_offsets = task_offsets.data(), g.nbytes = nbytes.data();
     g.load.resize(num_hosts), g.sent.resize(num_hosts), g.taken.resize(num_ports), g.largest.resize(num_hosts);
     g.compare_homes(num_ways);
-    for (size_t i = 0; i + 1 < task_at.shape(0); ++i) {
-        g.left.push_back(task_at.data()[i + 1]);
-        if (task_at.data()[i] < task_at.data()[i + 1])
+    for (size_t i = 0; i + 1 < task_offsets.shape(0); ++i) {
+        g.left.push_back(task_offsets.data()[i + 1]);
+        if (task_offsets.data()[i] < task_offsets.data()[i + 1])
             g.alive.push_back(static_cast<int64_t>(i));
     }
     g.run(tries, at_once, Twister(state.data()), classes.data(), ways.data());
@@ -377,13 +377,13 @@ void order_greedily(Ints way_at, Ints home, Ints crosses, Ints port_at, Ints por
 } // namespace
 
 void bind_strategies(nb::module_ &m) {
-    m.def("pick_senders", &pick_senders, nb::arg("holder_at"), nb::arg("holders"), nb::arg("task"), nb::arg("receiver"),
+    m.def("pick_senders", &pick_senders, nb::arg("holder_offsets"), nb::arg("holders"), nb::arg("task"), nb::arg("receiver"),
           nb::arg("nbytes"), nb::arg("host_of"), nb::arg("sender"), "Fill sender with the sender of each message.");
-    m.def("grow_trees", &grow_trees, nb::arg("sender"), nb::arg("receiver_at"), nb::arg("receivers"), nb::arg("nbytes"),
+    m.def("grow_trees", &grow_trees, nb::arg("sender"), nb::arg("receiver_offsets"), nb::arg("receivers"), nb::arg("nbytes"),
           nb::arg("host_of"), nb::arg("pod_of"), nb::arg("num_pods"), nb::arg("most_arriving"), nb::arg("from_"),
           nb::arg("to"), "Fill from_ and to with the edges of the broadcast trees, tree after tree.");
-    m.def("order_greedily", &order_greedily, nb::arg("way_at"), nb::arg("home"), nb::arg("crosses"), nb::arg("port_at"),
-          nb::arg("port"), nb::arg("task_at"), nb::arg("nbytes"), nb::arg("num_hosts"), nb::arg("num_ports"),
+    m.def("order_greedily", &order_greedily, nb::arg("way_offsets"), nb::arg("home"), nb::arg("crosses"), nb::arg("port_offsets"),
+          nb::arg("port"), nb::arg("task_offsets"), nb::arg("nbytes"), nb::arg("num_hosts"), nb::arg("num_ports"),
           nb::arg("tries"), nb::arg("at_once"), nb::arg("state"), nb::arg("classes"), nb::arg("ways"),
           "Fill classes and ways with the class of each task in turn and the way it is sent.");
 }

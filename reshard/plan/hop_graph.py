@@ -28,7 +28,7 @@ def build_hop_graph(transfers: Transfers, message_bytes: np.ndarray, host: np.nd
         source = int(transfers.source[transfer])
         if source >= 0 and (hop := last[source]) is not None:
             brought[hop[2]] = hop
-        after = transfers.after[transfers.after_at[transfer] : transfers.after_at[transfer + 1]].tolist()
+        after = transfers.after[transfers.after_offsets[transfer] : transfers.after_offsets[transfer + 1]].tolist()
         final = None
         for sender, receiver in transfers.edges_of(transfer):
             if sender == receiver:

@@ -223,7 +223,7 @@ def _check_messages(listed: Any, plan: Plan) -> None:
     if not isinstance(listed, list) or len(listed) != plan.num_messages:
         listing = f"lists {len(listed)}" if isinstance(listed, list) else "is not a list"
         transfers = plan.transfers
-        num_messages = int((transfers.num_chunks * np.diff(transfers.edge_at)).sum())
+        num_messages = int((transfers.num_chunks * np.diff(transfers.edge_offsets)).sum())
         boxes = f" with {plan.num_messages} boxes, each listed on its own" if plan.num_messages > num_messages else ""
         raise PlanError(
             f"messages {listing}, but the transfers make {num_messages} messages{boxes}: list all, or omit the key"

@@ -101,9 +101,9 @@ class Plan(Drawn):
         digest.update(json.dumps(header).encode())
         for name in Transfers.__dataclass_fields__:
             array = getattr(self.transfers, name)
-            if name in ("after_at", "after", "source") and not len(self.transfers.after):
+            if name in ("after_offsets", "after", "source") and not len(self.transfers.after):
                 continue
-            if name not in ("box_at", "box_tensor", "box_start", "box_stop", "region"):
+            if name not in ("box_offsets", "box_tensor", "box_start", "box_stop", "region"):
                 digest.update(repr((name, array.shape)).encode() + array.astype("<i8").tobytes())
         digest.update(self._hash_regions()[self.transfers.region].astype("<u8").tobytes())
         return digest.hexdigest()
@@ -114,10 +114,10 @@ class Plan(Drawn):
         if not len(transfers.box_tensor):
             return np.zeros((0, 2), dtype=np.uint64)
         columns = transfers.box_tensor[:, None], transfers.box_start, transfers.box_stop
-        counts = np.diff(transfers.box_at)
-        position = np.arange(len(transfers.box_tensor)) - np.repeat(transfers.box_at[:-1], counts)
+        counts = np.diff(transfers.box_offsets)
+        position = np.arange(len(transfers.box_tensor)) - np.repeat(transfers.box_offsets[:-1], counts)
         rows = np.concatenate([*columns, position[:, None], np.repeat(counts, counts)[:, None]], axis=1)
-        return np.stack([np.add.reduceat(hash_rows(rows, seed), transfers.box_at[:-1]) for seed in (1, 2)], axis=1)
+        return np.stack([np.add.reduceat(hash_rows(rows, seed), transfers.box_offsets[:-1]) for seed in (1, 2)], axis=1)
 
     def by_tensor(self, value: Any) -> list[Any]:
         """A caller's values as a list in tensor order: from ``{name: value}``, None, or the value of one tensor.
@@ -155,7 +155,7 @@ class Plan(Drawn):
         numel = (self.transfers.box_stop - self.transfers.box_start).prod(axis=1, dtype=np.int64)
         itemsize = np.array([spec.itemsize for spec in self.tensors], dtype=np.int64)
         total = np.concatenate([[0], np.cumsum(numel * itemsize[self.transfers.box_tensor])])
-        return np.diff(total[self.transfers.box_at])[self.transfers.region]
+        return np.diff(total[self.transfers.box_offsets])[self.transfers.region]
 
     def bytes_moved(self) -> tuple[int, int, int]:
         """Bytes ``(between hosts, between ranks of one host, copied within a rank)``."""

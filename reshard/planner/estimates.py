@@ -116,7 +116,7 @@ class Floors:
             work = times * (classes.nbytes + chunks * topology.latency_seconds * min(rates))
             seconds.append(float(work.sum()) / sum(rates))
         # the largest region leaves through a single NIC of its sender
-        of_task = np.repeat(np.arange(len(classes)), np.diff(classes.task_at))
+        of_task = np.repeat(np.arange(len(classes)), np.diff(classes.task_offsets))
         nbytes = np.where(leaves_host[of_task], self.problem.nbytes[classes.task], 0)
         fastest = max(nic.egress_bytes_per_second for host in topology.hosts for nic in host.nics)
         messages = -(-nbytes // chunk_bytes[of_task])
@@ -130,13 +130,13 @@ class Floors:
         The order of a chain follows from its first host, see :func:`~reshard.planner.strategies.trees.along_trees`. Its
         last host sends nothing.
         """
-        topology, (holder_at, holders), (at, destinations) = (
+        topology, (holder_offsets, holders), (at, destinations) = (
             self.problem.topology, self.host_classes.holders, self.host_classes.destinations
         )  # fmt: skip
-        single = np.flatnonzero((np.diff(holder_at) == 1) & (np.diff(at) > 0))
+        single = np.flatnonzero((np.diff(holder_offsets) == 1) & (np.diff(at) > 0))
         if not len(single):
             return 0.0
-        home, count = holders[holder_at[single]], np.diff(at)[single]
+        home, count = holders[holder_offsets[single]], np.diff(at)[single]
         nbytes = self.host_classes.nbytes[single].astype(np.float64)
         messages = nbytes / np.where(count > 1, TREE_CHUNK_BYTES, UNPACKED_CHUNK_BYTES)  # a lower bound
         of, host = np.repeat(np.arange(len(single)), count), destinations[ranges(at[single], count)]
@@ -257,7 +257,7 @@ def floor_of_transfers(problem: PlanProblem, transfers: Transfers) -> float:
     """
     itemsize = np.array([spec.itemsize for spec in problem.tensors], dtype=np.int64)
     box_bytes = (transfers.box_stop - transfers.box_start).prod(axis=1, dtype=np.int64) * itemsize[transfers.box_tensor]
-    ends = np.concatenate([[0], np.cumsum(box_bytes)])[transfers.box_at]
+    ends = np.concatenate([[0], np.cumsum(box_bytes)])[transfers.box_offsets]
     of = transfers.transfer_of_edge
     nbytes = np.diff(ends)[transfers.region][of].astype(np.float64)
     count = transfers.num_chunks[of].astype(np.float64)  # all boxes of a chunk form one message

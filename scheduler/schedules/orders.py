@@ -39,7 +39,7 @@ class OrderModel:
                 [seconds for edge in edges for seconds in (edge.forward_seconds, edge.backward_seconds)],
                 dtype=np.float64,
             ),
-            load_at=np.cumsum([0, *map(len, loads)], dtype=np.int64),
+            load_offsets=np.cumsum([0, *map(len, loads)], dtype=np.int64),
             load_link=np.array([links[link] for item in loads for link, _ in item], dtype=np.int64),
             load_seconds=np.array([seconds for item in loads for _, seconds in item], dtype=np.float64),
             num_microbatches=num_microbatches,

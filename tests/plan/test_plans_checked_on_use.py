@@ -195,7 +195,7 @@ def _none(plan):
     nothing = {name: np.zeros(0, dtype=np.int64) for name in Transfers.__dataclass_fields__}
     ndim = plan.tensors[0].ndim
     tables = {name: np.zeros((0, ndim), dtype=np.int64) for name in ("box_start", "box_stop", "splits")}
-    return Transfers(**(nothing | tables | {"box_at": [0], "edge_at": [0]}))
+    return Transfers(**(nothing | tables | {"box_offsets": [0], "edge_offsets": [0]}))
 
 
 def test_messages_in_json_must_match_the_transfers():

@@ -152,12 +152,12 @@ def test_native_and_reference_greedy_orders_are_equal(seed, has_home_ports):
     tasks = chance.integers(1, 6, num_classes)
     nbytes = chance.integers(1, 2 ** int(chance.integers(2, 40)), tasks.sum())
     greedy_problem = GreedyProblem(
-        option_at=np.concatenate([[0], np.cumsum(options)]),
+        option_offsets=np.concatenate([[0], np.cumsum(options)]),
         home=home,
         crosses=chance.integers(0, 2, options.sum()),
-        port_at=np.cumsum([0, *map(len, rows)]),
+        port_offsets=np.cumsum([0, *map(len, rows)]),
         port=np.concatenate(rows),
-        task_at=np.concatenate([[0], np.cumsum(tasks)]),
+        task_offsets=np.concatenate([[0], np.cumsum(tasks)]),
         nbytes=np.where(nbytes % 3 == 0, 0, nbytes % 5) if has_home_ports else nbytes,
         num_hosts=num_hosts,
         num_ports=num_ports + num_hosts,

@@ -130,9 +130,9 @@ def test_plans_that_gather_what_is_not_there_are_refused():
     later, earlier = transfers.gathered[0].tolist()
     missing = transfers.after.tolist()
     missing.remove(earlier)  # the first gathered transfer is the first that has any `after`
-    at = transfers.after_at - (torch.arange(len(transfers) + 1) > later).numpy()
+    at = transfers.after_offsets - (torch.arange(len(transfers) + 1) > later).numpy()
     with pytest.raises(PlanError, match="which is not in `after`"):
-        check_plan(replace(plan, transfers=_changed(plan, after=missing, after_at=at)))
+        check_plan(replace(plan, transfers=_changed(plan, after=missing, after_offsets=at)))
     first = int((transfers.source == -1).argmax())
     source = transfers.source.copy()
     source[first] = GATHERED

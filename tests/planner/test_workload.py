@@ -60,7 +60,7 @@ def test_small_regions_with_one_tree_share_messages(strategy, receivers):
     specs.insert(20, TensorSpec((16,), "int32", *layouts, "other"))
     specs += [TensorSpec((2**16 + index,), "int8", *layouts, f"large {index}") for index in range(2)]
     plan = plan_tensors(specs, strategy=strategy, topology=Topology(tuple(range(1 + receivers))))
-    assert sorted(np.diff(plan.transfers.box_at).tolist()) == [1, 1, 1, 6, 17, 17]  # 17 fit into 1 MiB
+    assert sorted(np.diff(plan.transfers.box_offsets).tolist()) == [1, 1, 1, 6, 17, 17]  # 17 fit into 1 MiB
     assert plan.num_messages == 43 * receivers
 
 
@@ -227,7 +227,9 @@ def test_messages_follow_the_last_messages_of_transfers_they_depend_on():
         transfers = plan.transfers
         last = {}  # id of the last box of the last message, by transfer
         for message in expand_messages(plan):
-            named = transfers.after[transfers.after_at[message.transfer] : transfers.after_at[message.transfer + 1]]
+            named = transfers.after[
+                transfers.after_offsets[message.transfer] : transfers.after_offsets[message.transfer + 1]
+            ]
             wanted = [last[transfer] for transfer in named.tolist()]
             if transfers.source[message.transfer] >= 0:
                 source = last[int(transfers.source[message.transfer])]

@@ -165,9 +165,9 @@ def test_second_buffer_is_no_larger_than_a_round(monkeypatch):
     source = RegionLayout({0: [[(0, 2048)], [(2048, 4096)]]})
     plan = make_plan(source, Layout(Mesh([1])), (4096,), "int8", strategy="send_recv")
     twice = {name: np.repeat(getattr(plan.transfers, name), 2) for name in ("sender", "receiver", "window", "source")}
-    twice |= {name: np.arange(3) for name in ("box_at", "edge_at")} | {
+    twice |= {name: np.arange(3) for name in ("box_offsets", "edge_offsets")} | {
         "region": np.arange(2),
-        "after_at": np.zeros(3, int),
+        "after_offsets": np.zeros(3, int),
     }
     plan = dataclasses.replace(
         plan, transfers=dataclasses.replace(plan.transfers, splits=np.full((2, 1), 512), **twice)

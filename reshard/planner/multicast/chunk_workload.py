@@ -70,7 +70,7 @@ class ChunkWorkload:
         host_class_size: ``(host_classes,)`` chunk size; it is :data:`CHUNK_UNITS` between the fastest NICs.
         host_class_of: ``(chunks,)`` host class of each chunk.
         class_holders, class_receivers: holder and receiver ranks of each class.
-        piece_at: chunk i has pieces ``piece_at[i]:piece_at[i + 1]``.
+        piece_offsets: chunk i has pieces ``piece_offsets[i]:piece_offsets[i + 1]``.
         piece_class, piece_bytes: ``(pieces,)`` class and bytes of each piece.
         max_lead: a rank serves its NIC until it is this many pieces ahead of the least loaded rank there.
         near_first: whether NICs prefer chunks that their own ranks hold or need over the rarest chunks.
@@ -86,7 +86,7 @@ class ChunkWorkload:
     host_class_of: np.ndarray
     class_holders: RaggedRows
     class_receivers: RaggedRows
-    piece_at: np.ndarray
+    piece_offsets: np.ndarray
     piece_class: np.ndarray
     piece_bytes: np.ndarray
     max_lead: int = 1

@@ -180,7 +180,7 @@ def _cut(
     problem: PlanProblem, classes: Classes, part_of: np.ndarray, uplinks: Iterable[tuple[Link, ...]]
 ) -> Iterator[ProblemPart]:
     """The parts, each with the given uplinks of its pods."""
-    task_part = np.repeat(part_of, np.diff(classes.task_at))
+    task_part = np.repeat(part_of, np.diff(classes.task_offsets))
     for number, pods in enumerate(uplinks):
         tasks = np.sort(classes.task[task_part == number])
         holders, destinations = problem.holders[tasks], problem.destinations[tasks]

@@ -41,11 +41,11 @@ def limit_relay_staging(
                 stack += reversed(forwards.get(following, []))
     is_forward = np.zeros(len(schedule.piece), dtype=bool)
     is_forward[[later for row in forwards.values() for later in row]] = True
-    counts = np.diff(schedule.after_at)
+    counts = np.diff(schedule.after_offsets)
     row = np.repeat(np.arange(len(counts)), counts)
     kept = ~is_forward[row] | (schedule.after == schedule.source[row])
-    after_at = np.concatenate([[0], np.cumsum(np.bincount(row[kept], minlength=len(counts)))])
-    return put_in_order(replace(schedule, after_at=after_at, after=schedule.after[kept]), np.array(order))
+    after_offsets = np.concatenate([[0], np.cumsum(np.bincount(row[kept], minlength=len(counts)))])
+    return put_in_order(replace(schedule, after_offsets=after_offsets, after=schedule.after[kept]), np.array(order))
 
 
 def _find_relays(schedule: ChunkSchedule, workload: ChunkWorkload, num_ranks: int) -> np.ndarray:

@@ -68,15 +68,15 @@ def _to_transfers(problem: PlanProblem, classes: Classes, rotates: bool, most_by
     cuts = np.where(classes.nbytes <= limit, 1, -(-classes.nbytes // max(limit * 15 // 16, 1)))  # cuts snap to slices
     alone, topology = np.arange(len(classes)), problem.topology
     pieces = cut_pieces(problem, classes, alone, cuts, np.zeros(len(classes), dtype=bool))
-    piece_at = np.searchsorted(pieces.class_of, np.arange(len(classes) + 1))
-    count = int((np.diff(piece_at) * (classes.receivers != NO_RANK).sum(axis=1)).sum())
+    piece_offsets = np.searchsorted(pieces.class_of, np.arange(len(classes) + 1))
+    count = int((np.diff(piece_offsets) * (classes.receivers != NO_RANK).sum(axis=1)).sum())
     region, sender, receiver, window, source = (np.empty(count, dtype=np.int64) for _ in range(5))
-    after_at, after = np.empty(count + 1, dtype=np.int64), np.empty(2 * count, dtype=np.int64)
+    after_offsets, after = np.empty(count + 1, dtype=np.int64), np.empty(2 * count, dtype=np.int64)
     num_after = _native.rotate(
         receivers=np.ascontiguousarray(classes.receivers),
         holder=_pick_holders(classes),
         nbytes=classes.nbytes,
-        piece_at=piece_at,
+        piece_offsets=piece_offsets,
         host_of=topology.host_by_rank,
         nic_of=topology.host_by_rank * MAX_NICS + topology.nic_by_rank,
         num_nics=topology.num_hosts * MAX_NICS,
@@ -88,24 +88,24 @@ def _to_transfers(problem: PlanProblem, classes: Classes, rotates: bool, most_by
         sender=sender,
         receiver=receiver,
         window=window,
-        after_at=after_at,
+        after_offsets=after_offsets,
         after=after,
         source=source,
     )
     if num_after < 0:
         return None
     return Transfers.unchecked(
-        box_at=pieces.at,
+        box_offsets=pieces.at,
         box_tensor=pieces.tensor,
         box_start=pieces.start,
         box_stop=pieces.stop,
         region=region,
-        edge_at=np.arange(count + 1),
+        edge_offsets=np.arange(count + 1),
         sender=sender,
         receiver=receiver,
         splits=np.broadcast_to(np.int64(1), (count, problem.start.shape[1])),
         window=window,
-        after_at=after_at,
+        after_offsets=after_offsets,
         after=after[:num_after],
         source=source,
     )

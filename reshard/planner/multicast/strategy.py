@@ -188,7 +188,7 @@ def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None)
         host_class_of=pieces.host_class_of,
         class_holders=members_of(host_classes.classes.holders),
         class_receivers=members_of(host_classes.classes.receivers),
-        piece_at=np.searchsorted(pieces.chunk, np.arange(len(pieces.host_class_of) + 1)),
+        piece_offsets=np.searchsorted(pieces.chunk, np.arange(len(pieces.host_class_of) + 1)),
         piece_class=pieces.class_of,
         piece_bytes=pieces.nbytes,
         max_lead=_UNLIMITED_LEAD if is_fast_inside(topology, host_classes) else 1,
@@ -207,11 +207,11 @@ def _largest_chunks(problem: PlanProblem, host_classes: HostClasses) -> np.ndarr
     if any(len(host.nics) > 1 for host in problem.topology.hosts):
         return largest
     # a region cut at whole slices of its first dim is contiguous in every shard, so it is never packed
-    lead = host_classes.classes.task[host_classes.classes.task_at[:-1]]
+    lead = host_classes.classes.task[host_classes.classes.task_offsets[:-1]]
     size = (problem.stop - problem.start)[lead]
     first = (size > 1).argmax(axis=1)[:, None] if size.shape[1] else np.zeros((len(lead), 0), dtype=np.int64)
     rows = np.take_along_axis(size, first, axis=1).prod(axis=1)
-    is_plain = ~problem.is_strided[lead] & (np.diff(host_classes.classes.task_at) == 1)
+    is_plain = ~problem.is_strided[lead] & (np.diff(host_classes.classes.task_offsets) == 1)
     is_plain &= problem.nbytes[lead] // rows * MIN_SLICES <= packed
     return (
         np.where(np.logical_and.reduceat(is_plain, host_classes.first_class), MAX_MULTICAST_CHUNK_BYTES, largest)
@@ -272,17 +272,17 @@ def _snap_rates(rates: list[float]) -> dict[float, float]:
 def _to_transfers(problem: PlanProblem, boxes: Boxes, schedule: ChunkSchedule) -> Transfers:
     host = problem.topology.host_by_rank
     return Transfers.unchecked(
-        box_at=boxes.at,
+        box_offsets=boxes.at,
         box_tensor=boxes.tensor,
         box_start=boxes.start,
         box_stop=boxes.stop,
         region=schedule.piece,
-        edge_at=np.arange(len(schedule.piece) + 1),
+        edge_offsets=np.arange(len(schedule.piece) + 1),
         sender=schedule.sender,
         receiver=schedule.receiver,
         splits=np.ones((len(schedule.piece), problem.start.shape[1]), dtype=np.int64),
         window=np.where(host[schedule.sender] == host[schedule.receiver], INSIDE_WINDOW, WINDOW),
-        after_at=schedule.after_at,
+        after_offsets=schedule.after_offsets,
         after=schedule.after,
         source=schedule.source,
     )

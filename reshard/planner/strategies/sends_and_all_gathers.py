@@ -125,11 +125,11 @@ def _gather(
             task=gathered.task,
             start=np.stack([start for start, _ in bounds]),
             stop=np.stack([stop for _, stop in bounds]),
-            edge_at=gathered.edge_at,
+            edge_offsets=gathered.edge_offsets,
             sender=gathered.sender,
             receiver=gathered.receiver,
         )
-        sender, receiver = gathered.sender[gathered.edge_at[:-1]], gathered.receiver[gathered.edge_at[:-1]]
+        sender, receiver = gathered.sender[gathered.edge_offsets[:-1]], gathered.receiver[gathered.edge_offsets[:-1]]
         gathered = gathered.take(rotation(sender, receiver))
     table = np.array(direct_rows, dtype=np.int64).reshape(-1, 3)
     order = rotation(table[:, 1], table[:, 2])

@@ -202,7 +202,7 @@ def _assign_rounds(
     used: dict[tuple[int, bool | None, bool], list[int]] = {}  # (rank, inside or None, is_send) -> bytes of each round
     first_free: dict[tuple[int, bool | None, bool], int] = {}  # the first round that is not full
     columns = (messages.id, messages.sender, messages.receiver, messages.nbytes)
-    after_at, after = messages.after_at.tolist(), messages.after.tolist()
+    after_offsets, after = messages.after_offsets.tolist(), messages.after.tolist()
     sources: dict[int, list[int]] = {}
     for later, source in zip(*(rows.tolist() for rows in messages.brings), strict=True):
         sources.setdefault(later, []).append(source)
@@ -212,7 +212,7 @@ def _assign_rounds(
         if not moves[index]:
             continue
         earliest = max((rounds[source] + 1 for source in sources.get(index, ())), default=0)
-        for before in after[after_at[index] : after_at[index + 1]]:
+        for before in after[after_offsets[index] : after_offsets[index + 1]]:
             earliest = max(earliest, rounds[before])
         if relays.is_relay[index]:
             earliest = max(earliest, relays.first_round(index, receiver, nbytes))

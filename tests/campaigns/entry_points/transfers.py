@@ -119,16 +119,16 @@ def of_plans():
             | {"plan": planner.plan_tensors, "wire_dtypes": None},
         ),
         "a strategy of routes": (
-            lambda sender, edge_at, task: reshard.make_plan(
+            lambda sender, edge_offsets, task: reshard.make_plan(
                 rows,
                 columns,
                 (6, 4),
                 "float32",
                 strategy=lambda problem: planner.Routes(
-                    task, routes.start, routes.stop, edge_at, sender, routes.receiver
+                    task, routes.start, routes.stop, edge_offsets, sender, routes.receiver
                 ),
             ),
-            {"sender": routes.sender, "edge_at": routes.edge_at, "task": routes.task},
+            {"sender": routes.sender, "edge_offsets": routes.edge_offsets, "task": routes.task},
         ),
         "a strategy": (
             lambda routes: reshard.make_plan(rows, columns, (6, 4), "float32", strategy=lambda problem: routes),
