@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard.cost import predict_makespan
 from reshard.plan import Plan, Transfers
-from reshard.planner.estimates import Floors, floor_of_transfers
+from reshard.planner.estimates import StrategyBounds, bound_of_transfers
 from reshard.planner.multicast.chunk_workload import ChunkWorkload
 from reshard.planner.multicast.classes import Pieces
 from reshard.planner.multicast.gathering import Gathering
@@ -129,7 +129,7 @@ class _Choice:
 
     def __init__(self, problem: PlanProblem) -> None:
         self.problem = problem
-        self.floors = Floors(problem)
+        self.bounds = StrategyBounds(problem)
         self.num_ranks = len({rank for spec in problem.tensors for rank in (*spec.src.ranks, *spec.dst.ranks)})
         self.has_several_nics = any(len(host.nics) > 1 for host in problem.topology.hosts)
         self.name = ""
@@ -146,31 +146,31 @@ class _Choice:
             self.compare("multicast", *self.plan("multicast"))
         else:
             self.make_first()
-        for name, floor in self.others():
+        for name, bound in self.others():
             if self.is_good_enough:
                 break
-            if floor <= self.seconds * (1 - _MARGIN) and not self.is_ruled_out(name):
+            if bound <= self.seconds * (1 - _MARGIN) and not self.is_ruled_out(name):
                 self.compare(name, *self.plan(name))
         self.try_gathered()
         assert self.best is not None
         return _NAMES.get(self.name, self.name), self.best
 
     def try_gathered(self) -> None:
-        """Try to gather regions inside the sending hosts, which the floors of the other strategies do not count."""
-        if self.seconds <= self.floors.of_merged * (1 + _GOOD_ENOUGH) or self.problem.receivers.size > _MAX_COLLECTED:
+        """Try to gather regions inside the sending hosts, which the bounds of the other strategies do not count."""
+        if self.seconds <= self.bounds.of_merged * (1 + _GOOD_ENOUGH) or self.problem.receivers.size > _MAX_COLLECTED:
             return
-        if self.floors.latency_of_classes < self.seconds * _MIN_LATENCY:
+        if self.bounds.latency_of_classes < self.seconds * _MIN_LATENCY:
             return
         limit = self.seconds / MIN_GATHER_GAIN
         gathering = Gathering.find(self.problem)
-        if gathering is None or Floors(gathering.collected).of_trees > limit:
+        if gathering is None or StrategyBounds(gathering.collected).of_trees > limit:
             return
         gathered = gathering.plan()
         if gathered is None:
             return
         transfers = routes_to_transfers(self.problem, gathered)
         if (
-            floor_of_transfers(self.problem, transfers) <= limit
+            bound_of_transfers(self.problem, transfers) <= limit
             and (seconds := self.makespan(transfers, limit)) <= limit
         ):
             self.name, self.best, self.seconds = "gathered_multicast", transfers, seconds
@@ -178,25 +178,25 @@ class _Choice:
 
     def multicast_beats_direct(self) -> bool:
         """Whether multicast is sure to be faster than send_recv. If so, send_recv is not planned."""
-        floors = self.floors
-        if floors.of_direct <= floors.of_ungathered * (1 + _GOOD_ENOUGH):
+        bounds = self.bounds
+        if bounds.of_direct <= bounds.of_ungathered * (1 + _GOOD_ENOUGH):
             return False
-        floor, transfers = self.plan("multicast")
-        if floor * (1 + _MARGIN) >= floors.of_direct:
+        bound, transfers = self.plan("multicast")
+        if bound * (1 + _MARGIN) >= bounds.of_direct:
             return False
-        return self.makespan(transfers, floors.of_direct) * (1 + _MARGIN) < floors.of_direct
+        return self.makespan(transfers, bounds.of_direct) * (1 + _MARGIN) < bounds.of_direct
 
     def make_first(self) -> None:
         """Try send_recv and multicast."""
-        floors = self.floors
+        bounds = self.bounds
         if self.is_large:
             self.make_first_of_many()
             return
         direct = ("send_recv", *self.plan("send_recv"))
         first = [direct] if direct[2].first_message[-1] <= _MAX_MESSAGES else []
-        if first and direct[1] <= floors.of_ungathered * (1 + _GOOD_ENOUGH):
+        if first and direct[1] <= bounds.of_ungathered * (1 + _GOOD_ENOUGH):
             self.compare(*first.pop())
-        if not self.is_good_enough and floors.of_trees <= self.seconds * (1 - _MARGIN):
+        if not self.is_good_enough and bounds.of_trees <= self.seconds * (1 - _MARGIN):
             first.append(("multicast", *self.plan("multicast")))
         first.sort(key=lambda one: one[1])
         for candidate in self.put_in_order(*first) if len(first) > 1 else first:
@@ -207,13 +207,13 @@ class _Choice:
 
         A plan of multicast passes one message at a time at each port, so its time is found fast.
         """
-        floors, num_messages = self.floors, int(self.problem.num_receivers.sum())
+        bounds, num_messages = self.bounds, int(self.problem.num_receivers.sum())
         is_first = num_messages <= _FEW_MESSAGES and self.rotated is None
-        if is_first and floors.of_direct <= floors.of_ungathered * (1 + _GOOD_ENOUGH):
+        if is_first and bounds.of_direct <= bounds.of_ungathered * (1 + _GOOD_ENOUGH):
             self.compare("send_recv", *self.plan("send_recv"))
         if not self.is_good_enough:
             self.compare("multicast", *self.plan("multicast"))
-        may_be_faster = floors.of_direct < self.seconds * (1 - (_MARGIN if num_messages <= _MANY_MESSAGES else 0.1))
+        may_be_faster = bounds.of_direct < self.seconds * (1 - (_MARGIN if num_messages <= _MANY_MESSAGES else 0.1))
         if may_be_faster and "send_recv" not in self.planned and num_messages <= _MAX_MESSAGES:
             self.compare("send_recv", *self.plan("send_recv"))
 
@@ -224,42 +224,42 @@ class _Choice:
 
     def others(self) -> Iterator[tuple[str, float]]:
         """The remaining candidates worth planning, each with a lower bound on its makespan in seconds."""
-        problem, topology, floors = self.problem, self.problem.topology, self.floors
+        problem, topology, bounds = self.problem, self.problem.topology, self.bounds
         num_receivers = (problem.receivers != NO_RANK).sum(axis=1)
         if int(num_receivers.sum()) * self.num_ranks > _MAX_PLANNED or problem.holders.size > _MAX_HOLDINGS:
             return
         if split_by_ports(problem, 0) and not split_by_ports(problem):
-            yield "multicast_in_parts", floors.of_trees
+            yield "multicast_in_parts", bounds.of_trees
         if self.chunked_seconds <= self.seconds * _VARIANT_CUTOFF and not self.is_too_large(self.num_chunked):
             if self.has_several_nics:
-                yield "multicast_near", floors.of_trees
+                yield "multicast_near", bounds.of_trees
             if not topology.pods or self.prepared[0].num_steps <= _MAX_POD_STEPS:
-                yield "multicast_from_partners", floors.of_trees
+                yield "multicast_from_partners", bounds.of_trees
             if not _has_one_rate(topology) and without_slow_holders(problem) is not None:
-                yield "multicast_from_fast", floors.of_trees
+                yield "multicast_from_fast", bounds.of_trees
         for name, max_regions in _MAX_REGIONS.items():
             if name == "broadcast_search":
                 work = search_work(problem) if len(problem) <= max_regions else math.inf
                 if work > (_MAX_SEARCH_WORK if self.num_ranks > _FEW_RANKS else _MAX_SEARCH_WORK // 4):
                     continue
             if len(problem) <= max_regions and (name != "broadcast_size" or problem.holders.shape[1] > 1):
-                yield name, floors.of_broadcasts
+                yield name, bounds.of_broadcasts
                 if name == "broadcast_search" and len(problem) >= _FEWEST_FOR_LONGER:
-                    yield "broadcast_search_longer", floors.of_broadcasts
+                    yield "broadcast_search_longer", bounds.of_broadcasts
         if num_receivers.max(initial=0) > 1 and int((num_receivers**2).sum()) <= _MAX_GATHERED:
-            yield "local_all_gather", floors.of_gathers(num_receivers)
-            yield "global_all_gather", floors.of_gathers(num_receivers)
+            yield "local_all_gather", bounds.of_gathers(num_receivers)
+            yield "global_all_gather", bounds.of_gathers(num_receivers)
         if self.num_ranks > _FEW_RANKS and self.name in _SEARCHES:
-            yield "broadcast_search_full", floors.of_broadcasts
+            yield "broadcast_search_full", bounds.of_broadcasts
 
     def is_ruled_out(self, name: str) -> bool:
         """Whether the time of the messages that a strategy is sure to send rules it out before it is planned."""
-        return name == "global_all_gather" and self.floors.of_ring > self.seconds * (1 + _MARGIN)
+        return name == "global_all_gather" and self.bounds.of_ring > self.seconds * (1 + _MARGIN)
 
     @property
     def is_good_enough(self) -> bool:
         """Whether the best plan is close enough to the lower bound of all strategies to stop."""
-        return self.seconds <= self.floors.of_ungathered * (1 + _GOOD_ENOUGH)
+        return self.seconds <= self.bounds.of_ungathered * (1 + _GOOD_ENOUGH)
 
     def plan(self, name: str) -> tuple[float, Transfers]:
         """The transfers that a strategy makes, preceded by a lower bound on their makespan in seconds."""
@@ -273,10 +273,10 @@ class _Choice:
         is_many = (
             name == "multicast" and int(transfers.first_message[-1]) > _MANY_MESSAGES
         )  # the bound takes as long as the time
-        floor = self.floors.of_ungathered if is_many else floor_of_transfers(self.problem, transfers)
+        bound = self.bounds.of_ungathered if is_many else bound_of_transfers(self.problem, transfers)
         if name in ("send_recv", "multicast"):
-            self.planned[name] = floor, transfers
-        return floor, transfers
+            self.planned[name] = bound, transfers
+        return bound, transfers
 
     def choose(self, name: str) -> Routes | Transfers:
         """Run the strategy with this name; variants of multicast share one workload."""
@@ -309,20 +309,20 @@ class _Choice:
     @cached_property
     def rotated(self) -> Transfers | None:
         """Multicast in closed form; None if chunks must be scheduled."""
-        return rotate_hosts(self.problem, self.floors.host_classes, nics_of(self.problem))
+        return rotate_hosts(self.problem, self.bounds.host_classes, nics_of(self.problem))
 
     @cached_property
     def prepared(self) -> tuple[ChunkWorkload, Pieces]:
         """The workload of multicast and its pieces."""
-        return make_workload(self.problem, self.floors.host_classes)
+        return make_workload(self.problem, self.bounds.host_classes)
 
-    def compare(self, name: str, floor: float, transfers: Transfers) -> None:
+    def compare(self, name: str, bound: float, transfers: Transfers) -> None:
         """Keep this plan if it is faster than the best, or as fast with fewer messages."""
         num_messages = int(transfers.first_message[-1])
         margin = _MARGIN if num_messages < self.num_messages else -_MARGIN
         if name == "multicast":
-            self.chunked_seconds, self.num_chunked = floor, num_messages
-        if self.best is not None and floor > self.seconds * (1 + margin):
+            self.chunked_seconds, self.num_chunked = bound, num_messages
+        if self.best is not None and bound > self.seconds * (1 + margin):
             return
         cutoff = self.seconds * (1 + margin)
         seconds = self.makespan(transfers, max(cutoff, self.seconds * _KNOWN_UP_TO) if name == "multicast" else cutoff)

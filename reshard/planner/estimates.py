@@ -23,7 +23,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class Floors:
+class StrategyBounds:
     """Lower bounds, in seconds, on the time that :func:`~reshard.cost.simulator.simulate` predicts for any plan.
 
     There is one bound for each kind of strategy. The bounds are known before a plan is made.
@@ -185,7 +185,7 @@ class Floors:
         part = size[row] * (following + 1) // k[row] - size[row] * following // k[row]
         smallest = size // k * row_bytes
         small = min(SMALL_BYTES, problem.staging_bytes // STAGING_PARTS)  # smaller parts may share a message
-        return floor_of_messages(
+        return bound_of_messages(
             problem,
             ring[row, place],
             ring[row, following],
@@ -250,7 +250,7 @@ def _burst_seconds(topology: Topology) -> float:
 
 
 @check_arguments()
-def floor_of_transfers(problem: PlanProblem, transfers: Transfers) -> float:
+def bound_of_transfers(problem: PlanProblem, transfers: Transfers) -> float:
     """Lower bound on the simulated makespan of these transfers, in seconds: the time of the busiest port.
 
     A message occupies its sender's port for its latency and then for its bytes. Nothing arrives before one latency.
@@ -261,13 +261,13 @@ def floor_of_transfers(problem: PlanProblem, transfers: Transfers) -> float:
     of = transfers.transfer_of_edge
     nbytes = np.diff(ends)[transfers.region][of].astype(np.float64)
     count = transfers.num_chunks[of].astype(np.float64)  # all boxes of a chunk form one message
-    return floor_of_messages(problem, transfers.sender, transfers.receiver, nbytes, count)
+    return bound_of_messages(problem, transfers.sender, transfers.receiver, nbytes, count)
 
 
-def floor_of_messages(
+def bound_of_messages(
     problem: PlanProblem, sender: np.ndarray, receiver: np.ndarray, nbytes: np.ndarray, count: np.ndarray
 ) -> float:
-    """Like :func:`floor_of_transfers`, for ``count[i]`` messages of together ``nbytes[i]`` bytes from each sender."""
+    """Like :func:`bound_of_transfers`, for ``count[i]`` messages of together ``nbytes[i]`` bytes from each sender."""
     topology = problem.topology
     host, nic = topology.host_by_rank, topology.nic_by_rank
     a, b = host[sender], host[receiver]

@@ -17,7 +17,7 @@ from reshard.plan.ordering import find_sender_switches, find_waits
 from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
 from reshard.planner import auto_strategy
-from reshard.planner.estimates import Floors
+from reshard.planner.estimates import StrategyBounds
 from reshard.planner.multicast.chunk_workload import ChunkWorkload
 from reshard.planner.multicast.strategy import make_workload, multicast
 from reshard.planner.planning import plan_tensors
@@ -143,11 +143,11 @@ def _tried(problem, monkeypatch):
     tried = []
     plan = auto_strategy._Choice.plan
     monkeypatch.setattr(auto_strategy._Choice, "plan", lambda self, name: tried.append(name) or plan(self, name))
-    monkeypatch.setattr(Floors, "of_ungathered", 0.0)  # no plan is close enough to stop
+    monkeypatch.setattr(StrategyBounds, "of_ungathered", 0.0)  # no plan is close enough to stop
     monkeypatch.setattr(auto_strategy, "_VARIANT_CUTOFF", np.inf)
     for kind in ("of_trees", "of_broadcasts"):
-        monkeypatch.setattr(Floors, kind, 0.0)
-    monkeypatch.setattr(Floors, "of_gathers", lambda self, num_receivers: 0.0)
+        monkeypatch.setattr(StrategyBounds, kind, 0.0)
+    monkeypatch.setattr(StrategyBounds, "of_gathers", lambda self, num_receivers: 0.0)
     auto_strategy.choose_fastest(problem)
     monkeypatch.undo()
     return set(tried)

@@ -109,9 +109,9 @@ def of_plans():
         ),
         "Routes.join": (planner.Routes.join, {"parts": [routes, routes]}),
         "Routes.take": (routes.take, {"order": ones}),
-        "Floors": (planner.Floors, {"problem": problem}),
+        "StrategyBounds": (planner.StrategyBounds, {"problem": problem}),
         "find_strategy": (planner.find_strategy, {"strategy": "multicast"}),
-        "floor_of_transfers": (planner.floor_of_transfers, {"problem": problem, "transfers": plan.transfers}),
+        "bound_of_transfers": (planner.bound_of_transfers, {"problem": problem, "transfers": plan.transfers}),
         "predict": (planner.predict, {"plan": plan, "rate": reshard.CodecRate("int8x128", 1e9, 2e9)}),
         "compress_tensors": (
             planner.compress_tensors,
