@@ -41,7 +41,7 @@ void bind_exponent_codec(nb::module_ &m);
 void bind_fluid(nb::module_ &m);
 void bind_strategies(nb::module_ &m);
 void bind_schedule(nb::module_ &m);
-void bind_pace(nb::module_ &m);
+void bind_recurrence(nb::module_ &m);
 void bind_pipeline(nb::module_ &m);
 void bind_shared_memory(nb::module_ &m);
 void bind_shared_rings(nb::module_ &m);
@@ -59,7 +59,7 @@ NB_MODULE(_native, m) {
     bind_fluid(m);
     bind_strategies(m);
     bind_schedule(m);
-    bind_pace(m);
+    bind_recurrence(m);
     bind_pipeline(m);
     bind_shared_memory(m);
     bind_shared_rings(m);

@@ -176,9 +176,12 @@ def best_stages(
     priced_forward: Any,
     priced_backward: Any,
     microbatches: int,
-    pace: float,
+    bottleneck_seconds: float,
 ) -> tuple[float, float, list[tuple[int, int, int, int]]]:
-    """Return the best stages for one bottleneck time; see ``reshard.scheduler.autoparallel.methods.pace``."""
+    """Return the best stages for one bottleneck time.
+
+    See ``reshard.scheduler.autoparallel.methods.recurrence_tables``.
+    """
 
 def create_memory(name: str) -> int:
     """Create an unnamed file in memory; return its descriptor. Linux only, as the next five."""

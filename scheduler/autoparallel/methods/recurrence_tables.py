@@ -11,7 +11,7 @@ end of a step <= memory. A second value is the time e by which gradient sums end
 e = max(sync, e' - b - x_b). The iteration takes R + (m - 1) P + e. Smaller R and smaller R + e are never worse, so a
 state keeps their Pareto front.
 
-``native/autoparallel/pace.cpp`` is the loop; ``tests/reference/pace.py`` is its reference implementation.
+``native/autoparallel/recurrence.cpp`` is the loop; ``tests/reference/recurrence.py`` is its reference implementation.
 """
 
 from __future__ import annotations

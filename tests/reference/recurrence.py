@@ -1,4 +1,4 @@
-"""Reference implementation of ``native/autoparallel/pace.cpp``: the same floating point operations."""
+"""Reference implementation of ``native/autoparallel/recurrence.cpp``: the same floating point operations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add(front, point):
 
 def best_stages(
     num_layers, is_chain, option_class, forward, backward, activation, fixed, sync, ending, allowed, next_at, port_in, port_out,
-    memory, received, sent, cut_bytes, factor, priced_at, priced_forward, priced_backward, microbatches, pace,
+    memory, received, sent, cut_bytes, factor, priced_at, priced_forward, priced_backward, microbatches, bottleneck_seconds,
 ):  # fmt: skip
     """The best stages for one bottleneck time, as ``(trip, excess, [(first, end, index of devices left, option), ...])``.
 
@@ -74,7 +74,7 @@ def best_stages(
                 if next_at[d, rest] < 0:
                     continue
                 there, back = price(first, cut, end, c, at, d)
-                if max(there, back) > pace:
+                if max(there, back) > bottleneck_seconds:
                     continue
                 for point in fronts.get((cut, end, rest, d), ()):
                     add(front, Point(there + back + point.trip, point.excess - back, 0, 0, point, d))
@@ -94,16 +94,16 @@ def best_stages(
                     if is_last != (rest == 0):
                         continue
                     ports = received[first, end] * port_in[c, position] + sent[first, end] * port_out[c, position]
-                    if ports > pace:
+                    if ports > bottleneck_seconds:
                         continue
                     front = fronts.setdefault((first, 0 if is_chain else end, position, c), [])
                     for o in options:
                         seconds = forward[o, first, end] + backward[o, first, end]
-                        if seconds > pace:
+                        if seconds > bottleneck_seconds:
                             continue
                         for tail in none if is_last else behind(first, end, c, position):
                             trip = seconds + tail.trip
-                            held = min(microbatches, max(1, math.ceil(trip / pace)))
+                            held = min(microbatches, max(1, math.ceil(trip / bottleneck_seconds)))
                             kept = fixed[o, first, end] + held * activation[o, first, end]
                             if max(kept, ending[o, first, end]) > memory[c, position]:
                                 continue

@@ -1,5 +1,5 @@
-// best_stages: the recurrence of reshard.scheduler.autoparallel, for one bottleneck time (pace). Reference
-// implementation: tests/reference/pace.py, with the same floating point operations in the same order.
+// best_stages: the recurrence of reshard.scheduler.autoparallel, for one bottleneck time. Reference
+// implementation: tests/reference/recurrence.py, with the same floating point operations in the same order.
 //
 // A state is (first layer, devices left, class of the first stage) of a suffix of the model, and the end of its first
 // stage if the model has skip connections. For each state, the suffixes on a Pareto front are kept: no other suffix is
@@ -65,7 +65,7 @@ struct Search {
     const double *forward, *backward, *activation, *fixed, *sync, *ending, *port_in, *port_out, *memory;
     const double *received, *sent, *cut_bytes, *factor;
     int64_t microbatches;
-    double pace;
+    double bottleneck_seconds;
     std::unordered_map<int64_t, std::pair<double, double>> prices;
     std::vector<std::vector<int64_t>> options_of_class;
     std::vector<Point> points;                         // of all final fronts
@@ -108,7 +108,7 @@ struct Search {
                 if (begin == stop)
                     continue;
                 const auto [there, back] = price(first, cut, end, c, at, d);
-                if (std::max(there, back) > pace)
+                if (std::max(there, back) > bottleneck_seconds)
                     continue;
                 for (int64_t i = begin; i < stop; ++i)
                     add(front, {there + back + points[i].trip, points[i].excess - back, 0, 0,
@@ -141,14 +141,14 @@ struct Search {
                 continue;
             const int64_t entry = o * size * size + range;
             const double seconds = forward[entry] + backward[entry];
-            if (seconds > pace)
+            if (seconds > bottleneck_seconds)
                 continue;
             is_fast = true;
-            if (ports > pace || is_last != (next_at[place] == 0))
+            if (ports > bottleneck_seconds || is_last != (next_at[place] == 0))
                 continue;
             for (const Point &tail : is_last ? none : behind(scratch, first, end, c, at)) {
                 const double trip = seconds + tail.trip;
-                const double held = std::min(static_cast<double>(microbatches), std::max(1.0, std::ceil(trip / pace)));
+                const double held = std::min(static_cast<double>(microbatches), std::max(1.0, std::ceil(trip / bottleneck_seconds)));
                 if (needed(entry, held) > memory[place])
                     continue;
                 add(front, {trip, std::max(sync[entry], tail.excess - backward[entry]), static_cast<int32_t>(end),
@@ -174,7 +174,7 @@ struct Search {
             for (int64_t first = 0; first < num_layers; ++first)
                 for (int64_t end = first + 1; end < size; ++end) {
                     const int64_t entry = (o * size + first) * size + end, c = option_class[o];
-                    if (forward[entry] + backward[entry] <= pace && needed(entry, 1.0) <= most_memory[c])
+                    if (forward[entry] + backward[entry] <= bottleneck_seconds && needed(entry, 1.0) <= most_memory[c])
                         can_stand[(c * size + first) * size + end] = 1;
                 }
         const auto for_stages = [&](int64_t first, int64_t at, const auto &visit) {
@@ -247,7 +247,7 @@ std::tuple<double, double, Stages> best_stages(
     Array<double, 3> ending, Array<uint8_t, 2> allowed, Array<int64_t, 2> next_at, Array<double, 2> port_in,
     Array<double, 2> port_out, Array<double, 2> memory, Array<double, 2> received, Array<double, 2> sent,
     Array<double, 3> cut_bytes, Array<double, 3> factor, Array<int64_t, 1> priced_at,
-    Array<double, 1> priced_forward, Array<double, 1> priced_backward, int64_t microbatches, double pace) {
+    Array<double, 1> priced_forward, Array<double, 1> priced_backward, int64_t microbatches, double bottleneck_seconds) {
     Search search;
     const int64_t size = num_layers + 1, num_options = static_cast<int64_t>(option_class.shape(0));
     const int64_t num_classes = static_cast<int64_t>(next_at.shape(0)), num_ends = static_cast<int64_t>(next_at.shape(1));
@@ -259,7 +259,7 @@ std::tuple<double, double, Stages> best_stages(
                 return false;
         return true;
     };
-    bool fits = num_layers > 0 && pace > 0 && priced_at.shape(0) == priced_forward.shape(0) &&
+    bool fits = num_layers > 0 && bottleneck_seconds > 0 && priced_at.shape(0) == priced_forward.shape(0) &&
                 priced_at.shape(0) == priced_backward.shape(0);
     for (const auto *table : {&forward, &backward, &activation, &fixed, &sync, &ending})
         fits = fits && is_shape(*table, {num_options, size, size});
@@ -286,7 +286,7 @@ std::tuple<double, double, Stages> best_stages(
     search.fixed = fixed.data(), search.sync = sync.data(), search.ending = ending.data(), search.port_in = port_in.data();
     search.port_out = port_out.data(), search.memory = memory.data(), search.received = received.data();
     search.sent = sent.data(), search.cut_bytes = cut_bytes.data(), search.factor = factor.data();
-    search.microbatches = microbatches, search.pace = pace;
+    search.microbatches = microbatches, search.bottleneck_seconds = bottleneck_seconds;
     for (size_t i = 0; i < priced_at.shape(0); ++i)
         search.prices[priced_at.data()[i]] = {priced_forward.data()[i], priced_backward.data()[i]};
     nb::gil_scoped_release release;
@@ -314,13 +314,13 @@ std::tuple<double, double, Stages> best_stages(
 
 } // namespace
 
-void bind_pace(nb::module_ &m) {
+void bind_recurrence(nb::module_ &m) {
     m.def("best_stages", &best_stages, nb::arg("num_layers"), nb::arg("is_chain"), nb::arg("option_class"),
           nb::arg("forward"), nb::arg("backward"), nb::arg("activation"), nb::arg("fixed"), nb::arg("sync"),
           nb::arg("ending"), nb::arg("allowed"), nb::arg("next_at"), nb::arg("port_in"), nb::arg("port_out"),
           nb::arg("memory"), nb::arg("received"), nb::arg("sent"), nb::arg("cut_bytes"), nb::arg("factor"),
           nb::arg("priced_at"), nb::arg("priced_forward"), nb::arg("priced_backward"), nb::arg("microbatches"),
-          nb::arg("pace"),
+          nb::arg("bottleneck_seconds"),
           "The best stages for one bottleneck time, as (round trip, excess of gradient sums, "
           "[(first, end, devices left, option)]).");
 }
