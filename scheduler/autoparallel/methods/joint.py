@@ -1,4 +1,4 @@
-"""The joint search: stages, devices, choices, depths and edges at once, by the recurrence of :mod:`.recurrence_tables`."""
+"""The joint search by the recurrence of :mod:`.recurrence_tables`: stages, devices, choices, depths and edges at once."""
 
 from __future__ import annotations
 

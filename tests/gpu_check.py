@@ -1,4 +1,4 @@
-"""Checks the GPU path on a bare machine with one GPU: ``python3 tests/first_card.py [--out FOLDER]``.
+"""Checks the GPU path on a bare machine with one GPU: ``python3 tests/gpu_check.py [--out FOLDER]``.
 
 It needs Python 3.11 or later, torch, NumPy, SciPy, xxhash, pytest, hypothesis, scikit-build-core, nanobind, CMake and a
 C++ compiler. It uses Triton, CuPy and compute-sanitizer if they are installed. It needs no network, virtual environment
@@ -341,7 +341,7 @@ def write_results(out: Path | None, machine: str, runs: list[Run]) -> None:
 
 def main() -> int:
     """Run all checks; returns 0 if none failed."""
-    parser = argparse.ArgumentParser(prog="python3 tests/first_card.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python3 tests/gpu_check.py", description=__doc__)
     parser.add_argument("--out", type=Path, help="a folder for a page of the results and the output of each check")
     parser.add_argument("--standin", action="store_true", help="run without a GPU, on stand-ins")
     parser.add_argument("--only", default="", metavar="NAME", help="run only checks whose names contain this")
