@@ -1,4 +1,4 @@
-"""The joint search by the recurrence of :mod:`.recurrence_tables`: stages, devices, choices, depths and edges at once."""
+"""The joint search by the recurrence of :mod:`.recurrence_tables`: stages, devices, choices, depths, edges at once."""
 
 from __future__ import annotations
 
