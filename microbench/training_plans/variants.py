@@ -11,7 +11,7 @@ import statistics
 from dataclasses import replace
 
 from microbench.harness.case_options import add_number
-from microbench.strategies.by_hand import U_TRANSFORMER, make_by_hand, parse_stages
+from microbench.training_plans.by_hand import U_TRANSFORMER, make_by_hand, parse_stages
 from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler.autoparallel import Cluster, TrainingPlan
 from reshard.scheduler.autoparallel.searching import choose_training_plan

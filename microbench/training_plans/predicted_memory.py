@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from microbench.strategies.by_hand import GPT, TIED_GPT, U_TRANSFORMER, make_by_hand, parse_stages
+from microbench.training_plans.by_hand import GPT, TIED_GPT, U_TRANSFORMER, make_by_hand, parse_stages
 from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler.autoparallel import Cluster
 from reshard.scheduler.training.loop import TrainingJob

@@ -7,8 +7,8 @@ it: 1F1B with blocking transfers. At the end, the choice and the fastest divisio
 the least of many medians is too small by chance; these steps count.
 
 Devices sleep for the seconds of their stages, and tensors cross rate-limited links, as in
-:mod:`microbench.strategies.accuracy`. Layers have no parameters, so all ranks of a stage are replicas whose gradients
-cost nothing. One stage of four replicas cannot be: a microbatch has two samples.
+:mod:`microbench.training_plans.accuracy`. Layers have no parameters, so all ranks of a stage are replicas whose
+gradients cost nothing. One stage of four replicas cannot be: a microbatch has two samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 
 from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.link_commands import nominal
-from microbench.strategies.accuracy import (
+from microbench.training_plans.accuracy import (
     MICROBATCHES,
     NUM_SAMPLES,
     REPEATS,
@@ -29,7 +29,7 @@ from microbench.strategies.accuracy import (
     measure,
     measure_strategy,
 )
-from microbench.strategies.by_hand import make_by_hand, parse_stages
+from microbench.training_plans.by_hand import make_by_hand, parse_stages
 from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler import one_f_one_b
 from reshard.scheduler.autoparallel import Choice, Cluster, TrainingPlan

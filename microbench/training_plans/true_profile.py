@@ -22,8 +22,8 @@ from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.link_commands import nominal
 from microbench.harness.case_options import add_number
 from microbench.harness.turns import equal_hosts
-from microbench.strategies.accuracy import make_pipeline, measure
-from microbench.strategies.by_hand import make_by_hand, parse_stages
+from microbench.training_plans.accuracy import make_pipeline, measure
+from microbench.training_plans.by_hand import make_by_hand, parse_stages
 from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler import one_f_one_b
 from reshard.scheduler.autoparallel import Cluster, Layer, LayerGraph, LayerProfile, Tensor, TrainingPlan

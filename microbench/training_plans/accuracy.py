@@ -19,8 +19,8 @@ from microbench.emulation.link_commands import nominal
 from microbench.harness.case_options import select
 from microbench.harness.steal_time import merge_laps
 from microbench.harness.turns import equal_hosts
-from microbench.strategies.by_hand import make_by_hand, parse_stages
 from microbench.training.training_rank import Method, Training, train_in_turns
+from microbench.training_plans.by_hand import make_by_hand, parse_stages
 from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler import Pipeline, Schedule
 from reshard.scheduler.autoparallel import Cluster, Layer, LayerGraph, LayerProfile, Tensor, TrainingPlan
