@@ -74,7 +74,7 @@ compatibility: install
 	$(BIN)/python -m tests.campaigns.versions
 
 gpu-check:
-	$(PYTHON) tests/first_card.py --out build/gpu-check
+	$(PYTHON) tests/gpu_check.py --out build/gpu-check
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -171,7 +171,7 @@ class DigestedRegions {
 } // namespace
 
 void bind_digest(nb::module_ &m) {
-    const char *add_doc = "Add a region; see reshard.weights.model.digests. Its memory is kept.";
+    const char *add_doc = "Add a region; see reshard.weights.model.region_digests. Its memory is kept.";
     nb::class_<DigestedRegions>(m, "DigestedRegions")
         .def(nb::init<>())
         .def("add", &DigestedRegions::add<uint32_t>, nb::arg("words").noconvert(), nb::arg("index_strides"),

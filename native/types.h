@@ -133,14 +133,14 @@ struct Nics {
     }
 };
 
-// The chunks to schedule; see ChunkWorkload in planner/multicast/workload.py. A chunk belongs to a host class, which lists
+// The chunks to schedule; see ChunkWorkload in planner/multicast/chunk_workload.py. A chunk belongs to a host class, which lists
 // the hosts that hold it and the hosts that need it. A chunk consists of pieces. A piece belongs to a class, which lists
 // the ranks that hold it and the ranks that need it.
 struct ChunkWorkload {
     Members host_class_holders, host_class_receivers;
     std::vector<int64_t> host_class_size, host_class_of;
     Members class_holders, class_receivers;
-    std::vector<int64_t> piece_at, piece_class, piece_bytes;
+    std::vector<int64_t> piece_offsets, piece_class, piece_bytes;
     int64_t max_lead;    // a rank is used until it is this many pieces ahead of the least loaded rank at its NIC
     bool near_first;     // whether NICs prefer chunks that their own ranks hold or need over the rarest chunks
     bool keeps_partners; // whether a sender keeps its first receiver for as long as it can

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-def copy_runs(src: Any, dst: Any, src_at: Any, dst_at: Any, length: Any) -> None:
-    """Copy ``length[i]`` bytes from ``src[src_at[i]]`` to ``dst[dst_at[i]]`` for every ``i``."""
+def copy_runs(src: Any, dst: Any, src_offsets: Any, dst_offsets: Any, length: Any) -> None:
+    """Copy ``length[i]`` bytes from ``src[src_offsets[i]]`` to ``dst[dst_offsets[i]]`` for every ``i``."""
 
 def encode_blocks(
     kind: int, format: int, columns: int, values: int, source: Any, out: Any, measure: bool
@@ -41,9 +41,9 @@ def flow(
     window: Any,
     ahead: Any,
     nbytes: Any,
-    after_at: Any,
+    after_offsets: Any,
     after: Any,
-    port_at: Any,
+    port_offsets: Any,
     port: Any,
     overhead_port: Any,
     overhead_bytes: Any,
@@ -65,7 +65,7 @@ def flow_serially(
     receiver: Any,
     nbytes: Any,
     window: Any,
-    after_at: Any,
+    after_offsets: Any,
     after: Any,
     delay: Any,
     host_of: Any,
@@ -81,7 +81,7 @@ def rotate(
     receivers: Any,
     holder: Any,
     nbytes: Any,
-    piece_at: Any,
+    piece_offsets: Any,
     host_of: Any,
     nic_of: Any,
     num_nics: int,
@@ -93,7 +93,7 @@ def rotate(
     sender: Any,
     receiver: Any,
     window: Any,
-    after_at: Any,
+    after_offsets: Any,
     after: Any,
     source: Any,
 ) -> int:
@@ -111,13 +111,13 @@ def add_direct_loads(
     """Add the bytes that ports send and receive if each region goes directly to its receivers on other hosts."""
 
 def pick_senders(
-    holder_at: Any, holders: Any, task: Any, receiver: Any, nbytes: Any, host_of: Any, sender: Any
+    holder_offsets: Any, holders: Any, task: Any, receiver: Any, nbytes: Any, host_of: Any, sender: Any
 ) -> None:
     """Write the sender of every message; see ``reshard.planner.strategies.sender_selection``."""
 
 def grow_trees(
     sender: Any,
-    receiver_at: Any,
+    receiver_offsets: Any,
     receivers: Any,
     nbytes: Any,
     host_of: Any,
@@ -130,12 +130,12 @@ def grow_trees(
     """Write the edges of broadcast trees, tree after tree; see ``reshard.planner.strategies.trees``."""
 
 def order_greedily(
-    way_at: Any,
+    way_offsets: Any,
     home: Any,
     crosses: Any,
-    port_at: Any,
+    port_offsets: Any,
     port: Any,
-    task_at: Any,
+    task_offsets: Any,
     nbytes: Any,
     num_hosts: int,
     num_ports: int,
@@ -148,7 +148,7 @@ def order_greedily(
     """Write each task's class and send option into ``classes`` and ``ways``; see ``planner/strategies/greedy.py``."""
 
 def make_schedule(nics: Any, workload: Any) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
-    """Return piece, sender, receiver, source, after_at and after of all messages, and their order.
+    """Return piece, sender, receiver, source, after_offsets and after of all messages, and their order.
 
     ``nics`` and ``workload`` have the fields of ``Nics`` and ``ChunkWorkload`` in ``planner/multicast``.
     """
@@ -176,9 +176,12 @@ def best_stages(
     priced_forward: Any,
     priced_backward: Any,
     microbatches: int,
-    pace: float,
+    bottleneck_seconds: float,
 ) -> tuple[float, float, list[tuple[int, int, int, int]]]:
-    """Return the best stages for one bottleneck time; see ``reshard.scheduler.autoparallel.methods.pace``."""
+    """Return the best stages for one bottleneck time.
+
+    See ``reshard.scheduler.autoparallel.methods.recurrence_tables``.
+    """
 
 def create_memory(name: str) -> int:
     """Create an unnamed file in memory; return its descriptor. Linux only, as the next five."""
@@ -227,7 +230,7 @@ class PipelineModel:
         src: Any,
         dst: Any,
         channel_seconds: Any,
-        load_at: Any,
+        load_offsets: Any,
         load_link: Any,
         load_seconds: Any,
         num_microbatches: int,
@@ -246,7 +249,7 @@ class PipelineModel:
     def peak_bytes(self, rows: list[list[int]]) -> list[float]: ...
 
 class DigestedRegions:
-    """Regions that are digested by one call; see ``reshard.weights.model.digests``."""
+    """Regions that are digested by one call; see ``reshard.weights.model.region_digests``."""
 
     def __init__(self) -> None: ...
     def add(self, words: Any, index_strides: Any, first: int) -> None:

@@ -21,7 +21,7 @@ import pytest
 from reshard.cli.main import main
 from reshard.codecs.formats import FORMATS
 from reshard.errors import ArgumentError
-from reshard.planner.registry import STRATEGIES, find_strategy
+from reshard.planner.strategy_registry import STRATEGIES, find_strategy
 from reshard.testing import run_processes
 from reshard.topology import Topology
 from tests.support.pages import DOCS, PAGES, ROOT, code_blocks, table
@@ -154,10 +154,10 @@ def test_every_error_is_on_its_page():
 def test_examples_in_docstrings_run():
     import doctest
 
-    import reshard.api.local
+    import reshard.api.one_process
     import reshard.sharding.mesh
 
-    for module in (reshard.api.local, reshard.sharding.mesh):
+    for module in (reshard.api.one_process, reshard.sharding.mesh):
         result = doctest.testmod(module)
         assert result.attempted
         assert not result.failed

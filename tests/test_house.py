@@ -161,6 +161,34 @@ def test_no_two_classes_share_a_name():
     assert {name: where for name, where in places.items() if len(where) > 1 and name not in NAMED_ALIKE} == {}
 
 
+def test_type_aliases_of_one_name_are_equal():
+    meanings = {}
+    for name, path in _modules().items():
+        for node in _nodes(path)[0].body:
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                alias, meaning = node.targets[0].id, ast.unparse(node.value)
+                if name.startswith("reshard") and re.match(r"[A-Z][a-z]", alias) and re.search(r"[\[|]", meaning):
+                    meanings.setdefault(alias, {}).setdefault(meaning, name)
+    assert {alias: found for alias, found in meanings.items() if len(found) > 1} == {}
+    assert len(meanings) > 60
+
+
+#: File names that may occur twice: two packages have commands, and each of two packages has one file for what is not
+#: public in torch.
+FILES_NAMED_ALIKE = {"__main__.py", "torch_compat.py"}
+
+
+def test_no_two_files_share_a_name():
+    """A list of files, such as a search or a traceback, then tells which file is meant."""
+    places = {}
+    for folder in ("reshard", "scheduler", "microbench", "native"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".cpp", ".h") and path.stem != "__init__":
+                places.setdefault(path.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1 and name not in FILES_NAMED_ALIKE} == {}
+    assert len(places) > 300
+
+
 def test_no_two_limits_of_time_share_a_name():
     places = {}
     for name, path in _modules().items():

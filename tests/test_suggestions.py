@@ -7,9 +7,9 @@ import pytest
 import reshard
 from reshard import Mesh, Topology, topology_from_json
 from reshard.errors import ReshardError
-from reshard.planner.registry import find_strategy
+from reshard.planner.strategy_registry import find_strategy
 from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, search
-from reshard.scheduler.training.models.presets import find_preset
+from reshard.scheduler.training.models.model_presets import find_preset
 
 
 def _search():

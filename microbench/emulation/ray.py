@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.emulation.links import address
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.emulation.link_commands import address
 from microbench.emulation.namespaces import mount_private
 from reshard.topology import topology_from_json
 

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.emulation.links import PAYLOAD_SHARE
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.emulation.link_commands import PAYLOAD_SHARE
+from microbench.harness.benchmark_rank import Stopwatch
 from microbench.harness.steal_time import (
     MAX_STEAL_SHARE,
     MAX_TRIES,
@@ -27,7 +28,6 @@ from microbench.harness.steal_time import (
     steal_seconds,
     steal_share,
 )
-from microbench.harness.worker import Stopwatch
 from reshard import Layout, Mesh, Mover, make_plan
 from reshard.planner import plan_tensors
 from reshard.sharding import TensorSpec

@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 import reshard
 from microbench.cases.rows import Row, read_cluster
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.emulation.links import nominal
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.emulation.link_commands import nominal
+from microbench.harness.benchmark_rank import Stopwatch
 from microbench.harness.calibrate import measure_cluster
-from microbench.harness.worker import Stopwatch
-from reshard.cli.demo import shard_of_positions
+from reshard.cli.demo_transfers import shard_of_positions
 from reshard.cost import Timeline, simulate
 from reshard.plan import Plan
 from reshard.planner import plan_tensors
-from reshard.runtime.cpu.executor import NOTIFY_TAG
+from reshard.runtime.cpu.program_executor import NOTIFY_TAG
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from microbench.cases.rows import Row, read_cluster
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.emulation.links import nominal
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.emulation.link_commands import nominal
+from microbench.harness.benchmark_rank import ROW_RETRY_SECONDS, BenchmarkJob, Contender, run_jobs
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.steal_time import TimeBudget
-from microbench.harness.worker import ROW_RETRY_SECONDS, BenchmarkJob, Contender, run_jobs
 from microbench.peers.base import are_replicated
-from microbench.peers.registry import PEERS
+from microbench.peers.contenders import PEERS
 from reshard.cost import find_bound, simulate
 from reshard.plan import Plan, Transfers
 from reshard.planner import AUTO, STRATEGIES, plan_tensors

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.cli.progress import print_line
+from reshard.cli.progress_bars import print_line
 
 
 class Table:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from microbench.cases.rows import Row
+from microbench.harness.benchmark_rank import BenchmarkJob, run_jobs
 from microbench.harness.calibrate import measure_links, measured_topology
 from microbench.harness.suite import Planned, Record, compare_links, make_records, plan_row
-from microbench.harness.worker import BenchmarkJob, run_jobs
-from reshard.cli.progress import show_progress
+from reshard.cli.progress_bars import show_progress
 from reshard.errors import TopologyError
 from reshard.topology import Host, Link, Topology, parse_rate, read_topology, topology_to_json
 

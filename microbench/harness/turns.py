@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.harness.worker import Stopwatch
-from reshard.cli.progress import track
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.harness.benchmark_rank import Stopwatch
+from reshard.cli.progress_bars import track
 from reshard.topology import Topology, topology_from_json
 
 #: Seconds of each turn, by method.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from reshard import _native
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.cost import flow, network_of
 from reshard.cost.serial_ports import serial_seconds
 from reshard.plan import tabulate_messages
@@ -48,11 +48,11 @@ def copies() -> None:
     src, dst = np.ones(2**22, dtype=np.uint8), np.zeros(2**20, dtype=np.uint8)
     for run in track((16, 64, 256, 1024, 4096, 65536), "sizes"):
         count = 2**20 // run
-        src_at = np.arange(count, dtype=np.int64) * run * 4
-        dst_at = np.arange(count, dtype=np.int64) * run
+        src_offsets = np.arange(count, dtype=np.int64) * run * 4
+        dst_offsets = np.arange(count, dtype=np.int64) * run
         length = np.full(count, run, dtype=np.int64)
-        python = _median_seconds(lambda a=src_at, b=dst_at, n=length: copy_runs_python(src, dst, a, b, n))  # type: ignore[misc]
-        native = _median_seconds(lambda a=src_at, b=dst_at, n=length: copy_runs(src, dst, a, b, n))  # type: ignore[misc]
+        python = _median_seconds(lambda a=src_offsets, b=dst_offsets, n=length: copy_runs_python(src, dst, a, b, n))  # type: ignore[misc]
+        native = _median_seconds(lambda a=src_offsets, b=dst_offsets, n=length: copy_runs(src, dst, a, b, n))  # type: ignore[misc]
         print_line(f"{run:6} bytes/run    {1e3 * native:8.3f} ms {1e3 * python:8.3f} ms {python / native:6.1f}")
 
 
@@ -98,17 +98,17 @@ def exchanges() -> None:
 def _rotation(problem: PlanProblem) -> tuple[Callable[[], object], Callable[[], object]]:
     """The rotation of a problem by native code and by the reference."""
     classes, topology = Classes.of(problem), problem.topology
-    holder, piece_at = classes.holders[:, 0].copy(), np.arange(len(classes) + 1)
+    holder, piece_offsets = classes.holders[:, 0].copy(), np.arange(len(classes) + 1)
     count = int((classes.receivers != NO_RANK).sum())
     outputs = [np.empty(count, dtype=np.int64) for _ in range(4)]
     after = [np.empty(size, dtype=np.int64) for size in (count + 1, 2 * count, count)]
     host, total_bytes = topology.host_by_rank, float(classes.nbytes.sum())
-    inputs = np.ascontiguousarray(classes.receivers), holder, classes.nbytes, piece_at, host, host
+    inputs = np.ascontiguousarray(classes.receivers), holder, classes.nbytes, piece_offsets, host, host
 
     def native() -> object:
         return _native.rotate(*inputs, topology.num_hosts, True, total_bytes, WINDOW, INSIDE_WINDOW, *outputs, *after)
 
-    return native, lambda: rotate_python(classes, holder.tolist(), piece_at.tolist(), topology, True, total_bytes)
+    return native, lambda: rotate_python(classes, holder.tolist(), piece_offsets.tolist(), topology, True, total_bytes)
 
 
 def _direct_loads(problem: PlanProblem) -> tuple[Callable[[], object], Callable[[], object]]:

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import torch
 
-from microbench.harness.machine import stderr
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
+from microbench.harness.machine_description import stderr
 from microbench.harness.table import Table
-from reshard.cli.progress import track
+from reshard.cli.progress_bars import track
 
 TOTAL_BYTES = 2**28
 ROW_BYTES = (64, 128, 256, 512, 1024, 4096, 16384)

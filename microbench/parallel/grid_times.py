@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.harness.options import BenchmarkOptionError, add_number
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.harness.case_options import BenchmarkOptionError, add_number
+from microbench.parallel.grid_links import measure_grid_links
 from microbench.parallel.layers import GridShape, LinearStack, layer_products, transformer_linears
-from microbench.parallel.links import measure_grid_links
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.coordination.device_mesh import make_device_mesh
 from reshard.parallel import Grid
-from reshard.parallel.costs import find_axis_cost, find_product_seconds
+from reshard.parallel.axis_costs import find_axis_cost, find_product_seconds
 from reshard.parallel.grid import AXES
 from reshard.parallel.grid.cuts import chunk_spans, size_of
 from reshard.parallel.products.dataflow import PANEL_WIDTH

@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import itertools
 
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.harness.table import Table
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.parallel import TransformerSizes, choose_grid
 from reshard.parallel.grid_choice import GridPrice
 from reshard.topology import Topology

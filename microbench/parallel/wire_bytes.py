@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.harness.options import add_number
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.harness.case_options import add_number
 from microbench.harness.table import Table
 from microbench.parallel.layers import GridShape, LinearStack, received_per_rank, transformer_linears
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.parallel import Grid
 from reshard.topology import Topology
 

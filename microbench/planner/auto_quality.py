@@ -18,13 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.harness.records import write_records
-from reshard.cli.progress import track
+from reshard.cli.progress_bars import track
 from reshard.cost import simulate
 from reshard.errors import ReshardError
-from reshard.planner import AUTO, CANDIDATES, Floors, PlanProblem, floor_of_transfers, plan_tensors
-from reshard.planner.auto import MIN_GATHER_GAIN
+from reshard.planner import AUTO, CANDIDATES, PlanProblem, StrategyBounds, bound_of_transfers, plan_tensors
+from reshard.planner.auto_strategy import MIN_GATHER_GAIN
 from reshard.ragged import NO_RANK
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import MACHINES, Host, Link, Topology, load_preset
@@ -169,9 +169,9 @@ def measure(network: str, spec: TensorSpec, topology: Topology, rivals: bool = T
     problem = PlanProblem.of([spec], topology) if rivals else None
     for name, strategy in {AUTO: None, **(CANDIDATES if rivals else {})}.items():
         if problem is not None and name.endswith("gather"):  # planning one among many receivers would take minutes
-            floor = Floors(problem).of_gathers((problem.receivers != NO_RANK).sum(axis=1))
-            if floor > record[AUTO][0]:
-                record[name] = [floor, 0, 0.0, 0.0]
+            bound = StrategyBounds(problem).of_gathers((problem.receivers != NO_RANK).sum(axis=1))
+            if bound > record[AUTO][0]:
+                record[name] = [bound, 0, 0.0, 0.0]
                 continue
         fresh = TensorSpec(spec.shape, spec.dtype, spec.src, spec.dst)  # without cached unit tasks
         begun = time.process_time()
@@ -182,9 +182,9 @@ def measure(network: str, spec: TensorSpec, topology: Topology, rivals: bool = T
             continue
         taken = time.process_time() - begun
         if name != AUTO and problem is not None:
-            floor = floor_of_transfers(problem, plan.transfers)
-            if floor > record[AUTO][0]:
-                record[name] = [floor, plan.num_messages, taken, 0.0]
+            bound = bound_of_transfers(problem, plan.transfers)
+            if bound > record[AUTO][0]:
+                record[name] = [bound, plan.num_messages, taken, 0.0]
                 continue
         begun = time.process_time()
         record[name] = [simulate(plan).makespan_seconds, plan.num_messages, taken, time.process_time() - begun]

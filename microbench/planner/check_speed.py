@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from microbench.harness.case_options import add_number, select
 from microbench.harness.new_process import call_in_new_process
-from microbench.harness.options import add_number, select
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.errors import PlanError
 from reshard.plan import Plan, Transfers, check_plan
 from reshard.planner import plan_tensors
@@ -97,11 +97,11 @@ def _by_hand(start: np.ndarray, stop: np.ndarray, edges: list[tuple[int, int]], 
     """A hand-made plan: rank 0 holds a tensor that rank 2 needs. Each box is one transfer along ``edges``."""
     num = len(start)
     transfers = Transfers(
-        box_at=np.arange(num + 1),
+        box_offsets=np.arange(num + 1),
         box_tensor=np.zeros(num),
         box_start=start,
         box_stop=stop,
-        edge_at=len(edges) * np.arange(num + 1),
+        edge_offsets=len(edges) * np.arange(num + 1),
         sender=np.tile([sender for sender, _ in edges], num),
         receiver=np.tile([receiver for _, receiver in edges], num),
         splits=np.ones((num, len(shape))),

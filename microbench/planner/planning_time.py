@@ -11,9 +11,9 @@ import itertools
 import math
 from pathlib import Path
 
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.planner.scaling import DEVICES, ScalingCase
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.topology import MACHINES
 
 SHAPE = (16384, 16384)

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from microbench.harness.options import add_number
-from reshard.cli.progress import track
+from microbench.harness.case_options import add_number
+from reshard.cli.progress_bars import track
 from reshard.cost import find_bound, simulate
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec

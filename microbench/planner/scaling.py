@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from microbench.harness.case_options import add_number
 from microbench.harness.new_process import call_in_new_process
-from microbench.harness.options import add_number
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.plan import Plan
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec

@@ -14,13 +14,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from microbench.harness.options import BenchmarkOptionError, add_number
+from microbench.harness.case_options import BenchmarkOptionError, add_number
 from microbench.harness.records import write_records
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler.autoparallel import MIXED_PRECISION, Cluster, Layer, LayerGraph, LayerProfile
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
-from reshard.scheduler.autoparallel.costs.problem import SearchProblem
-from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
+from reshard.scheduler.autoparallel.costs.search_problem import SearchProblem
+from reshard.scheduler.autoparallel.methods.auto_method import METHODS, auto, decide
 from reshard.scheduler.autoparallel.methods.joint import best_plans
 from reshard.topology import Host, Link, Topology
 

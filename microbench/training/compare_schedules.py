@@ -15,21 +15,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.emulation.links import nominal
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.emulation.link_commands import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
-from microbench.harness.machine import describe_machine, stderr
-from microbench.harness.options import add_number, select
+from microbench.harness.case_options import add_number, select
+from microbench.harness.machine_description import describe_machine, stderr
 from microbench.harness.records import write_records
 from microbench.harness.steal_time import merge_laps
 from microbench.harness.suite import MAX_DEVIATION
 from microbench.training.methods import BASELINE, METHODS, OURS, SIGNAL
-from microbench.training.worker import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
-from microbench.training.workload import TrainingWorkload
-from reshard.cli.progress import print_line, track
+from microbench.training.training_rank import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
+from microbench.training.training_workload import TrainingWorkload
+from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler import Edge, Pipeline, Stage, simulate_schedule, to_chrome_trace
-from reshard.scheduler.costs import price_edge
-from reshard.scheduler.training.models.presets import GPTConfig, UTransformerConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig, UTransformerConfig
+from reshard.scheduler.transfer_costs import price_edge
 from reshard.topology import Topology, topology_from_json
 
 NUM_MICROBATCHES = 64

@@ -31,15 +31,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from microbench.harness.machine import stderr
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
+from microbench.harness.machine_description import stderr
 from microbench.harness.turns import equal_hosts, run_on_hosts
 from microbench.kernels.zfp import zfp_as_int8
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler.pipe.training_engine import PipelineEngine
-from reshard.scheduler.training.command import add_arguments, make_job
 from reshard.scheduler.training.loop import TrainingJob, train
-from reshard.scheduler.training.models.presets import find_preset
+from reshard.scheduler.training.models.model_presets import find_preset
+from reshard.scheduler.training.train_command import add_arguments, make_job
 from reshard.testing.processes import run_processes
 
 STAGES, NUM_RANKS = "1x1,1x1,1x1,2x1", 5

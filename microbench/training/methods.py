@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from reshard.scheduler import Pipeline, Schedule, auto_schedule, one_f_one_b
-from reshard.scheduler.passes.overlap import block_transfers, defer_recvs
+from reshard.scheduler.passes.transfer_overlap import block_transfers, defer_recvs
 from reshard.scheduler.schedules.classic import eager_1f1b
 
 #: Names of three methods. ``BASELINE`` moves tensors by local all-gather, and receives each one just before its

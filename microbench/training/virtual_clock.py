@@ -12,7 +12,7 @@ from torch import nn
 from reshard.scheduler import Pipeline, Schedule
 from reshard.scheduler.ir.actions import Kind, StageChannel
 from reshard.scheduler.runtime.rank_actions import ChannelEnd, Computation, compile_actions
-from reshard.scheduler.runtime.ready_order import NextComputation, Order, ReadyPlan, ReadyQueue
+from reshard.scheduler.runtime.ready_order import NextComputation, OrderMode, ReadyPlan, ReadyQueue
 
 #: Time of a message on this machine. At 0, no message would come after the rank that takes it has become idle.
 CLOCK_MESSAGE_SECONDS = 5e-4
@@ -27,7 +27,7 @@ class _Rank:
         until: when it ends.
     """
 
-    def __init__(self, schedule: Schedule, pipeline: Pipeline, pp_rank: int, order: Order) -> None:
+    def __init__(self, schedule: Schedule, pipeline: Pipeline, pp_rank: int, order: OrderMode) -> None:
         own = [stage for stage, its in enumerate(schedule.pp_rank_of_stage) if its == pp_rank]
         stages: Any = {stage: SimpleNamespace(module=nn.Linear(1, 1)) for stage in own}
         transfers: Any = [None]
@@ -93,7 +93,7 @@ def _seconds_of(item: Computation, costs: Mapping[int, Any]) -> float:
     return seconds
 
 
-def simulate_step(schedule: Schedule, pipeline: Pipeline, costs: Mapping[int, Any], order: Order) -> float:
+def simulate_step(schedule: Schedule, pipeline: Pipeline, costs: Mapping[int, Any], order: OrderMode) -> float:
     """Seconds of a step.
 
     Args:

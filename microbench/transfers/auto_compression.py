@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 import reshard
-from microbench.harness.options import add_number, add_rates
+from microbench.harness.case_options import add_number, add_rates
 from microbench.harness.turns import Times, equal_hosts, medians_of, run_on_hosts, slowest
 from microbench.transfers.compression import CASES, CODECS, case_layouts, payload_topology, time_movers
-from reshard.cli.progress import track
+from reshard.cli.progress_bars import track
 from reshard.topology import Topology
 
 RATES = ("0.1 Gbit/s", "0.3 Gbit/s", "1 Gbit/s", "3 Gbit/s", "10 Gbit/s")

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import reshard
-from microbench.emulation.links import PAYLOAD_SHARE
-from microbench.harness.options import add_number, add_rates
+from microbench.emulation.link_commands import PAYLOAD_SHARE
+from microbench.harness.case_options import add_number, add_rates
 from microbench.harness.turns import (
     Times,
     equal_hosts,
@@ -30,7 +30,7 @@ from microbench.harness.turns import (
     slowest,
     time_in_turns,
 )
-from reshard.cli.progress import track
+from reshard.cli.progress_bars import track
 from reshard.codecs import parse_codec
 from reshard.cost import find_bound
 from reshard.plan import Plan

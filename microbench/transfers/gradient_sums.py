@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.links import PAYLOAD_SHARE
-from microbench.harness.options import add_number
+from microbench.emulation.link_commands import PAYLOAD_SHARE
+from microbench.harness.case_options import add_number
 from microbench.harness.turns import (
     Times,
     equal_hosts,

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from microbench.cases.rows import SUITES, Row, all_rows
-from microbench.emulation.cluster import ClusterError
+from microbench.emulation.emulated_cluster import ClusterError
 from microbench.emulation.namespaces import why_unsupported
-from microbench.harness.machine import describe_machine, stderr
-from microbench.harness.options import BenchmarkOptionError, add_number
+from microbench.harness.case_options import BenchmarkOptionError, add_number
+from microbench.harness.hosts_report import format_summary, format_table
+from microbench.harness.machine_description import describe_machine, stderr
 from microbench.harness.records import write_records
-from microbench.harness.report import format_summary, format_table
 from microbench.harness.steal_time import TimeBudget
 from microbench.harness.suite import (
     ALL_CONTENDERS,
@@ -32,7 +32,7 @@ from microbench.harness.suite import (
     plan_row,
     run_cluster,
 )
-from reshard.cli.progress import show_progress
+from reshard.cli.progress_bars import show_progress
 from reshard.topology import parse_rate
 
 #: On an idle machine a run takes less. The rest is the budget for repeating disturbed turns.

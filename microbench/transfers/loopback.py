@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from microbench.harness.options import add_number, select
+from microbench.harness.case_options import add_number, select
 from microbench.harness.turns import medians_of, slowest, time_in_turns
 from microbench.peers.torch_baselines import FullTensor
-from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.testing.processes import run_processes
 

@@ -21,12 +21,12 @@ import torch.distributed as dist
 
 import reshard
 from microbench.harness.calibrate import InsideTransfer, measure_links, measured_topology
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.harness.turns import format_seconds, medians_of, slowest, time_in_turns
 from microbench.peers.base import NotApplicable, slices_of
-from microbench.peers.registry import PEERS, make_ours
+from microbench.peers.contenders import PEERS, make_ours
 from microbench.transfers.weights import llama
-from reshard.cli.progress import print_line
+from reshard.cli.progress_bars import print_line
 from reshard.cost import find_bound, simulate
 from reshard.planner import plan_tensors
 from reshard.runtime.transport import shared_memory

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from microbench.emulation.links import PAYLOAD_SHARE
+from microbench.emulation.link_commands import PAYLOAD_SHARE
 from microbench.emulation.ray import ray_cluster
-from microbench.harness.options import add_number
+from microbench.harness.case_options import add_number
 from microbench.harness.table import Table
-from reshard.cli.progress import track
+from reshard.cli.progress_bars import track
 from reshard.topology import parse_rate
 
 COLLECTIVE = "receivers and sender"

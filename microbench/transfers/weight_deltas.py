@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 import reshard
-from microbench.harness.options import add_number, add_rates
+from microbench.harness.benchmark_rank import Stopwatch
+from microbench.harness.case_options import add_number, add_rates
 from microbench.harness.turns import Times, equal_hosts, format_seconds, medians_of, run_on_hosts, slowest
-from microbench.harness.worker import Stopwatch
 from microbench.transfers.publication import NUM_TRAINERS, Publication, make_group
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.topology import Topology
 
 COLUMNS = 4096

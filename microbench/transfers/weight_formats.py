@@ -22,18 +22,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from microbench.emulation.cluster import EmulatedCluster
-from microbench.emulation.links import PAYLOAD_SHARE
-from microbench.harness.options import add_number, add_rates
+from microbench.emulation.emulated_cluster import EmulatedCluster
+from microbench.emulation.link_commands import PAYLOAD_SHARE
+from microbench.harness.benchmark_rank import Stopwatch
+from microbench.harness.case_options import add_number, add_rates
 from microbench.harness.turns import equal_hosts
-from microbench.harness.worker import Stopwatch
 from microbench.transfers.publication import NUM_TRAINERS, Publication, make_group
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.codecs.formats import known_formats
 from reshard.codecs.rates import time_formats
 from reshard.scheduler.training.data import TokenLoader, read_tokens
 from reshard.scheduler.training.models.making import make_model
-from reshard.scheduler.training.models.presets import GPTConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.topology import Topology
 from reshard.weights.encoded import MAX_KEPT
 from reshard.weights.encoded_regions import decode_region, encode_region, largest_size

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from microbench.emulation.links import nominal
-from microbench.harness.options import add_number
+from microbench.emulation.link_commands import nominal
+from microbench.harness.case_options import add_number
 from microbench.harness.turns import (
     Times,
     equal_hosts,
@@ -32,10 +32,10 @@ from microbench.harness.turns import (
     slowest,
     time_in_turns,
 )
-from microbench.peers.registry import make_ours
+from microbench.peers.contenders import make_ours
 from microbench.peers.torch_baselines import FullTensor
 from microbench.transfers.publication import NUM_TRAINERS, Publication, make_group
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.cost import find_bound
 from reshard.planner import plan_tensors
 from reshard.sharding import TensorSpec

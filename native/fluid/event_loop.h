@@ -39,7 +39,7 @@ constexpr double FLOOR_TOLERANCE = 1e-6;
 enum class Outcome { ended, late, unknown };
 
 struct EventLoop {
-    const int64_t *queue, *stream, *receiver, *window, *ahead, *port_at, *port, *overhead_port;
+    const int64_t *queue, *stream, *receiver, *window, *ahead, *port_offsets, *port, *overhead_port;
     const double *nbytes, *overhead_bytes, *buffer, *port_rate, *burst;
     size_t num_ports;
     double *start, *finish;
@@ -142,7 +142,7 @@ struct EventLoop {
             changed = true;
         flowing.remaining = flowing.in_overhead ? overhead_bytes[message] : nbytes[message];
         work[overhead_port[s]] -= overhead_bytes[message];
-        for (int64_t i = port_at[s]; i < port_at[s + 1]; ++i)
+        for (int64_t i = port_offsets[s]; i < port_offsets[s + 1]; ++i)
             work[port[i]] -= nbytes[message];
         set_path(s);
     }
@@ -200,7 +200,7 @@ struct EventLoop {
         Path path{nullptr, nullptr};
         if (!flowing.is_idle())
             path = flowing.in_overhead ? Path{overhead_port + s, overhead_port + s + 1}
-                                       : Path{port + port_at[s], port + port_at[s + 1]};
+                                       : Path{port + port_offsets[s], port + port_offsets[s + 1]};
         if (path.first == flowing.path.first)
             return;
         for (const int64_t p : flowing.path) {
@@ -331,7 +331,7 @@ struct EventLoop {
             if (flowing.in_overhead)
                 ahead_work[overhead_port[s]] += flowing.remaining;
             const double rest = flowing.in_overhead ? nbytes[of_stream[s][flowing.first]] : flowing.remaining;
-            for (int64_t i = port_at[s]; i < port_at[s + 1]; ++i)
+            for (int64_t i = port_offsets[s]; i < port_offsets[s + 1]; ++i)
                 ahead_work[port[i]] += rest;
         }
         double most = 0;

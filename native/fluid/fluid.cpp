@@ -41,8 +41,8 @@ void check_ends(const Ints &ends, size_t rows, size_t total, const char *name) {
 }
 
 // Checks all indices of messages, streams and ports.
-void check_network(const Ints &queue, const Ints &stream, const Ints &receiver, const Ints &after_at, const Ints &after,
-                   const Ints &port_at, const Ints &port, const Ints &overhead_port, size_t num_ports) {
+void check_network(const Ints &queue, const Ints &stream, const Ints &receiver, const Ints &after_offsets, const Ints &after,
+                   const Ints &port_offsets, const Ints &port, const Ints &overhead_port, size_t num_ports) {
     const size_t n = queue.shape(0), num_streams = overhead_port.shape(0);
     check_range(queue, n, "queue", n);
     check_range(receiver, n, "receiver", n);
@@ -50,8 +50,8 @@ void check_network(const Ints &queue, const Ints &stream, const Ints &receiver, 
     check_range(after, after.shape(0), "after", n);
     check_range(port, port.shape(0), "port", num_ports);
     check_range(overhead_port, num_streams, "overhead_port", num_ports);
-    check_ends(after_at, n, after.shape(0), "after_at");
-    check_ends(port_at, num_streams, port.shape(0), "port_at");
+    check_ends(after_offsets, n, after.shape(0), "after_offsets");
+    check_ends(port_offsets, num_streams, port.shape(0), "port_offsets");
 }
 
 // Groups messages by key: row k lists the messages i with keys[i] == k, ascending.
@@ -71,11 +71,11 @@ Rows group_by_key(const int64_t *keys, size_t count) {
 }
 
 // The outcome as a number for Python.
-int flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats nbytes, Ints after_at, Ints after,
-          Ints port_at, Ints port, Ints overhead_port, Floats overhead_bytes, Floats buffer, Floats rate, Floats burst,
+int flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats nbytes, Ints after_offsets, Ints after,
+          Ints port_offsets, Ints port, Ints overhead_port, Floats overhead_bytes, Floats buffer, Floats rate, Floats burst,
           Times start, Times finish, double cutoff, int64_t most_operations) {
     const size_t n = queue.shape(0), num_streams = overhead_port.shape(0), num_ports = rate.shape(0);
-    check_network(queue, stream, receiver, after_at, after, port_at, port, overhead_port, num_ports);
+    check_network(queue, stream, receiver, after_offsets, after, port_offsets, port, overhead_port, num_ports);
     if (window.shape(0) != n || ahead.shape(0) != n || nbytes.shape(0) != n || start.shape(0) != n ||
         finish.shape(0) != n || overhead_bytes.shape(0) != n || burst.shape(0) != num_ports ||
         buffer.shape(0) != num_streams)
@@ -84,7 +84,7 @@ int flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats
     EventLoop loop;
     loop.queue = queue.data(), loop.stream = stream.data(), loop.receiver = receiver.data();
     loop.window = window.data(), loop.ahead = ahead.data(), loop.nbytes = nbytes.data();
-    loop.port_at = port_at.data(), loop.port = port.data(), loop.overhead_port = overhead_port.data();
+    loop.port_offsets = port_offsets.data(), loop.port = port.data(), loop.overhead_port = overhead_port.data();
     loop.overhead_bytes = overhead_bytes.data(), loop.buffer = buffer.data();
     loop.port_rate = rate.data(), loop.num_ports = num_ports, loop.burst = burst.data();
     loop.sharing.price.assign(num_ports, 0), loop.sharing.joint = true;
@@ -103,8 +103,8 @@ int flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats
     loop.next.values.resize(after.shape(0));
     std::vector<int64_t> free_at(next_at.begin(), next_at.end() - 1);
     for (size_t i = 0; i < n; ++i) {
-        loop.left[i] = after_at.data()[i + 1] - after_at.data()[i];
-        for (int64_t j = after_at.data()[i]; j < after_at.data()[i + 1]; ++j)
+        loop.left[i] = after_offsets.data()[i + 1] - after_offsets.data()[i];
+        for (int64_t j = after_offsets.data()[i]; j < after_offsets.data()[i + 1]; ++j)
             loop.next.values[free_at[after.data()[j]]++] = static_cast<int64_t>(i);
     }
     loop.of_queue = group_by_key(loop.queue, n), loop.of_receiver = group_by_key(loop.receiver, n);
@@ -117,7 +117,7 @@ int flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats
     for (size_t i = 0; i < n; ++i) {
         const int64_t s = loop.stream[i];
         loop.work[loop.overhead_port[s]] += loop.overhead_bytes[i];
-        for (int64_t j = loop.port_at[s]; j < loop.port_at[s + 1]; ++j)
+        for (int64_t j = loop.port_offsets[s]; j < loop.port_offsets[s + 1]; ++j)
             loop.work[loop.port[j]] += loop.nbytes[i];
     }
     const size_t num_queues = loop.of_queue.at.size() - 1, num_receivers = loop.of_receiver.at.size() - 1;
@@ -234,7 +234,7 @@ class Rounds {
 //
 // Row r of `ports` has the ports of rank r: out of and into the rank inside its host, out of and into its NIC, out of
 // and into its pod (-1 without pods), and the total rate inside its host (-1 without a limit).
-double flow_serially(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints after_at, Ints after, Floats delay,
+double flow_serially(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints after_offsets, Ints after, Floats delay,
                     Ints host_of, Table ports, Floats rate, Ints ahead, double latency_across, double latency_inside) {
     constexpr int OUT = 0, IN = 1, EGRESS = 2, INGRESS = 3, UP = 4, DOWN = 5, SHARED = 6, COLUMNS = 7;
     constexpr int PORTS = 2; // of a path; the others are shared links
@@ -242,7 +242,7 @@ double flow_serially(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints 
     check_range(sender, n, "sender", ranks);
     check_range(receiver, n, "receiver", ranks);
     check_range(after, after.shape(0), "after", n);
-    check_ends(after_at, n, after.shape(0), "after_at");
+    check_ends(after_offsets, n, after.shape(0), "after_offsets");
     if (window.shape(0) != n || nbytes.shape(0) != n || (delay.shape(0) != n && delay.shape(0)) || !ahead.shape(0) ||
         ports.shape(0) != ranks || ports.shape(1) != COLUMNS)
         throw std::invalid_argument("flow_serially: arrays differ in size");
@@ -281,7 +281,7 @@ double flow_serially(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints 
         const bool is_inside = inside(i);
         const int64_t queue = 2 * from + is_inside;
         double &begin = started[queue];
-        for (int64_t at = after_at(i); at < after_at(i + 1); ++at) {
+        for (int64_t at = after_offsets(i); at < after_offsets(i + 1); ++at) {
             if (after(at) >= static_cast<int64_t>(i))
                 throw std::out_of_range("flow_serially: a message comes after a later one");
             begin = std::max(begin, arrived[after(at)]);
@@ -320,7 +320,7 @@ double flow_serially(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints 
 
 void bind_fluid(nb::module_ &m) {
     m.def("flow", &flow, nb::arg("queue"), nb::arg("stream"), nb::arg("receiver"), nb::arg("window"),
-          nb::arg("ahead"), nb::arg("nbytes"), nb::arg("after_at"), nb::arg("after"), nb::arg("port_at"),
+          nb::arg("ahead"), nb::arg("nbytes"), nb::arg("after_offsets"), nb::arg("after"), nb::arg("port_offsets"),
           nb::arg("port"), nb::arg("overhead_port"), nb::arg("overhead_bytes"), nb::arg("buffer"), nb::arg("rate"),
           nb::arg("burst"), nb::arg("start"), nb::arg("finish"),
           nb::arg("cutoff") = std::numeric_limits<double>::infinity(),
@@ -328,7 +328,7 @@ void bind_fluid(nb::module_ &m) {
           "Write start and finish, in seconds, of all messages, and return 0. Return 1 if the last one would finish "
           "after the cutoff, 2 if the simulation takes more operations, of a few nanoseconds each.");
     m.def("flow_serially", &flow_serially, nb::arg("sender"), nb::arg("receiver"), nb::arg("nbytes"), nb::arg("window"),
-          nb::arg("after_at"), nb::arg("after"), nb::arg("delay"), nb::arg("host_of"), nb::arg("ports"),
+          nb::arg("after_offsets"), nb::arg("after"), nb::arg("delay"), nb::arg("host_of"), nb::arg("ports"),
           nb::arg("rate"), nb::arg("ahead"), nb::arg("latency_across"), nb::arg("latency_inside"),
           "Return the end of the last message, in seconds, if ports pass one message at a time, in order.");
 }

@@ -29,14 +29,14 @@ void check(bool fits, const char *what) {
         throw std::invalid_argument(std::string("PipelineModel: ") + what);
 }
 
-pipeline::Model make_model(Costs seconds, Floats bytes, Ints row, Ints src, Ints dst, Floats channel_seconds, Ints load_at,
+pipeline::Model make_model(Costs seconds, Floats bytes, Ints row, Ints src, Ints dst, Floats channel_seconds, Ints load_offsets,
                            Ints load_link, Floats load_seconds, int64_t num_microbatches) {
     pipeline::Model model;
     const int64_t num_stages = seconds.shape(0), num_edges = src.shape(0);
     check(seconds.shape(1) == 4 && static_cast<int64_t>(bytes.shape(0)) == num_stages &&
               static_cast<int64_t>(row.shape(0)) == num_stages && static_cast<int64_t>(dst.shape(0)) == num_edges &&
               static_cast<int64_t>(channel_seconds.shape(0)) == 2 * num_edges &&
-              static_cast<int64_t>(load_at.shape(0)) == 2 * num_edges + 1 && load_link.shape(0) == load_seconds.shape(0),
+              static_cast<int64_t>(load_offsets.shape(0)) == 2 * num_edges + 1 && load_link.shape(0) == load_seconds.shape(0),
           "sizes of the arrays do not fit each other");
     check(num_microbatches >= 1, "there is no microbatch");
     model.num_microbatches = num_microbatches;
@@ -59,7 +59,7 @@ pipeline::Model make_model(Costs seconds, Floats bytes, Ints row, Ints src, Ints
             const bool is_forward = c % 2 == 0;
             pipeline::Channel channel{is_forward ? from : to, is_forward ? to : from, channel_seconds.data()[c],
                                       row.data()[from] != row.data()[to], {}, {}, {}, {}};
-            const int64_t begin = load_at.data()[c], end = load_at.data()[c + 1];
+            const int64_t begin = load_offsets.data()[c], end = load_offsets.data()[c + 1];
             check(begin >= 0 && begin <= end && end <= static_cast<int64_t>(load_link.shape(0)), "loads are not divided");
             for (int64_t i = begin; i < end; ++i) {
                 const int64_t link = load_link.data()[i];
@@ -144,12 +144,12 @@ void bind_pipeline(nb::module_ &m) {
     nb::class_<PipelineModel>(m, "PipelineModel", "A pipeline with its costs, for many calls.")
         .def("__init__",
              [](PipelineModel *self, Costs seconds, Floats bytes, Ints row, Ints src, Ints dst, Floats channel_seconds,
-                Ints load_at, Ints load_link, Floats load_seconds, int64_t num_microbatches) {
-                 new (self) PipelineModel(make_model(seconds, bytes, row, src, dst, channel_seconds, load_at, load_link,
+                Ints load_offsets, Ints load_link, Floats load_seconds, int64_t num_microbatches) {
+                 new (self) PipelineModel(make_model(seconds, bytes, row, src, dst, channel_seconds, load_offsets, load_link,
                                                      load_seconds, num_microbatches));
              },
              nb::arg("seconds"), nb::arg("bytes"), nb::arg("row"), nb::arg("src"), nb::arg("dst"),
-             nb::arg("channel_seconds"), nb::arg("load_at"), nb::arg("load_link"), nb::arg("load_seconds"),
+             nb::arg("channel_seconds"), nb::arg("load_offsets"), nb::arg("load_link"), nb::arg("load_seconds"),
              nb::arg("num_microbatches"))
         .def("order", &PipelineModel::order, nb::arg("max_in_flight"), nb::arg("row_bytes"), nb::arg("splits"),
              nb::arg("forward_first"), nb::arg("weights_first"), nb::arg("patience"), nb::arg("group"),

@@ -1,9 +1,10 @@
 """``reshard`` and ``reshard_async``. A call takes four steps, each of which takes the value of the step before.
 
-:func:`~reshard.api.inputs.read_inputs` reads the arguments of this rank. In :func:`~reshard.api.agreement.agree` the
-ranks agree on them, and in :func:`~reshard.api.prepare.prepare` on a plan. One of three functions starts the transfer:
-:func:`~reshard.api.start.start_plain`, :func:`~reshard.api.start.start_recovery` if ranks are lost, and
-:func:`~reshard.api.lossless_call.start_lossless` for codecs without loss.
+:func:`~reshard.api.arguments.inputs.read_inputs` reads the arguments of this rank. In
+:func:`~reshard.api.preparation.agreement.agree` the ranks agree on them, and in
+:func:`~reshard.api.preparation.prepare.prepare` on a plan. One of three functions starts the transfer:
+:func:`~reshard.api.transfers.start.start_plain`, :func:`~reshard.api.transfers.start.start_recovery` if ranks are lost,
+and :func:`~reshard.api.lossless_call.start_lossless` for codecs without loss.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from __future__ import annotations
 import functools
 from typing import Any, Unpack
 
-from reshard.api.agreement import agree
+from reshard.api.arguments.inputs import find_members, leave_call_of_arguments, read_inputs
+from reshard.api.arguments.options import TransferOptions, is_fault_tolerant, read_options, shows_options
 from reshard.api.arrays.memory_in_use import note_wait
-from reshard.api.handle import Handle
-from reshard.api.inputs import find_members, leave_call_of_arguments, read_inputs
 from reshard.api.lossless_call import PreparedBuckets, prepare_buckets, sends_buckets, start_lossless
-from reshard.api.options import TransferOptions, is_fault_tolerant, read_options, shows_options
-from reshard.api.prepare import Prepared, prepare
-from reshard.api.start import start_plain, start_recovery
+from reshard.api.preparation.agreement import agree
+from reshard.api.preparation.prepare import Prepared, prepare
+from reshard.api.transfers.handle import Handle
+from reshard.api.transfers.start import start_plain, start_recovery
 from reshard.coordination import (
     calling,
     count_call,
@@ -81,7 +82,8 @@ def reshard(
             of the destination ranks must still hold. Digests compare the versions of all ranks. Unless they are equal,
             the tensor is sent in full, with a warning if a rank passes a base. ``out`` changes only after all ranks
             have received their data: after an error every ``out`` holds the earlier version. Every rank must call
-            ``wait`` of the handle, whose ``report`` says what was sent. See :mod:`reshard.api.lossless.transfer`.
+            ``wait`` of the handle, whose ``report`` says what was sent. See
+            :mod:`reshard.api.lossless.lossless_transfer`.
         options: see :class:`~reshard.TransferOptions`.
 
     Returns:

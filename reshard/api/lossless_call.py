@@ -7,16 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard.api.agreed_plan import AgreedPlan
-from reshard.api.agreement import Agreement
+from reshard.api.arguments.options import is_fault_tolerant
+from reshard.api.arguments.transfer_arrays import find_target, wrap_results
 from reshard.api.arrays.memory_in_use import note_wait
-from reshard.api.handle import Handle, LosslessHandle, Watch
-from reshard.api.lossless.transfer import CallArrays, LosslessReport, LosslessTransfer
-from reshard.api.options import is_fault_tolerant
-from reshard.api.prepare import agree_on_plan
-from reshard.api.recovery import FaultTolerantHandle, Recovery
-from reshard.api.start import failed_handle, start_part
-from reshard.api.transfer_arrays import find_target, wrap_results
+from reshard.api.lossless.lossless_transfer import CallArrays, LosslessReport, LosslessTransfer
+from reshard.api.preparation.agreed_plan import AgreedPlan
+from reshard.api.preparation.agreement import Agreement
+from reshard.api.preparation.prepare import agree_on_plan
+from reshard.api.transfers.handle import Handle, LosslessHandle, Watch
+from reshard.api.transfers.recovery import FaultTolerantHandle, Recovery
+from reshard.api.transfers.start import failed_handle, start_part
 from reshard.codecs import has_variable_size
 from reshard.coordination.liveness.lost_ranks import ranks_missed_error
 from reshard.errors import ReshardError

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from reshard.api.arguments.transfer_arrays import ArrayReader, MoverArrays, shard_shapes
 from reshard.api.arrays.casts import finish_received, unfinished, wire_source, wire_target
 from reshard.api.arrays.dtensors import is_dtensor
 from reshard.api.arrays.memory_in_use import check_unused, note_wait
 from reshard.api.arrays.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
-from reshard.api.handle import Handle, PostedTransfer
 from reshard.api.lossless_mover import LosslessTransfers
-from reshard.api.opened_plan import open_plan
-from reshard.api.queued_transfers import QueuedTransfers
-from reshard.api.transfer_arrays import ArrayReader, MoverArrays, shard_shapes
+from reshard.api.transfers.handle import Handle, PostedTransfer
+from reshard.api.transfers.opened_plan import open_plan
+from reshard.api.transfers.queued_transfers import QueuedTransfers
 from reshard.coordination import Owner, find_group, leave_interrupted, publish_exceptions, publish_interruption
 from reshard.errors import ArgumentError, ReshardError
 from reshard.plan import Plan

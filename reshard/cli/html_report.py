@@ -8,7 +8,7 @@ from html import escape
 import numpy as np
 
 from reshard.cli import plan_player, plan_times, plan_trees
-from reshard.cli.report import describe_plan
+from reshard.cli.plan_description import describe_plan
 from reshard.cost import Bound, Makespan, describe_ties, find_bound, find_busiest_ports, predict_timeline
 from reshard.drawing import draw_page
 from reshard.errors import PlanError

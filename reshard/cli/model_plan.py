@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.cli.progress import show_elapsed
+from reshard.cli.progress_bars import show_elapsed
 from reshard.cost import CostReport
 from reshard.errors import ArgumentError
 from reshard.formatting import brief, count_of, did_you_mean, format_bytes, format_names

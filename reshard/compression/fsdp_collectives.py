@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from reshard.arguments import check_arguments
 from reshard.codecs import CODED_DTYPES, BlockCodec, parse_codec
-from reshard.compression.collectives import all_gather, decode_rows, encode_rows, reduce_scatter
+from reshard.compression.encoded_collectives import all_gather, decode_rows, encode_rows, reduce_scatter
 from reshard.compression.feedback import check_state
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError

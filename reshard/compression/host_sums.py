@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.codecs import BlockCodec
-from reshard.compression.collectives import Wait, all_gather, decode_rows, encode_rows, exchange
+from reshard.compression.encoded_collectives import Wait, all_gather, decode_rows, encode_rows, exchange
 
 #: A piece of a sum is reduced inside the host, then between hosts, then gathered.
 NUM_PHASES = 3

@@ -6,9 +6,15 @@ Imports :mod:`reshard.runtime` and the packages below it.
 from reshard.coordination.call_group import MAX_CACHED, NCCL_ROOT_CAUSE_GRACE_SECONDS, CallGroup, find_call_group
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve, resolve_partial
 from reshard.coordination.groups.addresses import family_of, is_loopback, own_address
+from reshard.coordination.groups.agreement_messages import (
+    Decision,
+    RoundRequest,
+    TensorRequest,
+    describe_error,
+    rebuild_error,
+)
 from reshard.coordination.groups.calling_threads import Owner
 from reshard.coordination.groups.joining import join
-from reshard.coordination.groups.messages import Decision, RoundRequest, TensorRequest, describe_error, rebuild_error
 from reshard.coordination.groups.process_group import Group, check_inside, find_group, known_groups, serve_store
 from reshard.coordination.json_collectives import all_gather_json
 from reshard.coordination.liveness.call_sequence import (

@@ -27,8 +27,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.coordination.control_connections import ControlConnections
+from reshard.coordination.groups.agreement_messages import (
+    Decision,
+    RankStatus,
+    RoundRequest,
+    describe_error,
+    parse_error,
+)
 from reshard.coordination.groups.joining import check_claims
-from reshard.coordination.groups.messages import Decision, RankStatus, RoundRequest, describe_error, parse_error
 from reshard.coordination.groups.process_group import RESUME_SECONDS, Group
 from reshard.coordination.groups.store import LOST_STORE_SECONDS, ForeignValueError, Store, StoreSilentError
 from reshard.coordination.hub_and_spokes import DeadlineError, Hub, Spoke

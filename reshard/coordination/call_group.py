@@ -23,7 +23,13 @@ import torch
 import torch.distributed as dist
 
 from reshard.coordination.agreement_rounds import AgreementRounds
-from reshard.coordination.groups.messages import Decision, RoundRequest, describe_error, name_rank, parse_error
+from reshard.coordination.groups.agreement_messages import (
+    Decision,
+    RoundRequest,
+    describe_error,
+    name_rank,
+    parse_error,
+)
 from reshard.coordination.groups.process_group import Group, check_inside
 from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
 from reshard.coordination.liveness.call_sequence import in_round, record_skipped
@@ -37,8 +43,8 @@ from reshard.runtime.cpu.staging import Staging
 from reshard.runtime.cuda.nccl_exchange import NcclExchange
 from reshard.runtime.cuda.nccl_library import NcclError
 from reshard.runtime.program import RankProgram
+from reshard.runtime.rounds.round_assignment import Round
 from reshard.runtime.rounds.runner import RoundRunner
-from reshard.runtime.rounds.schedule import Round
 from reshard.runtime.transport import BrokenConnectionError
 from reshard.runtime.transport.connections import Connections, GlooTransport
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from reshard.coordination.groups.messages import (
+from reshard.coordination.groups.agreement_messages import (
     Decision,
     RoundRequest,
     TensorRequest,

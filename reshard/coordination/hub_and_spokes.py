@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.coordination.groups.addresses import family_of, is_loopback, own_address
-from reshard.coordination.groups.messages import read_json
+from reshard.coordination.groups.agreement_messages import read_json
 from reshard.coordination.groups.store import Store
 from reshard.coordination.liveness.lost_ranks import hub_left_error
 from reshard.errors import ArgumentError, RemoteError

@@ -12,7 +12,7 @@ import numpy as np
 from reshard.codecs import measure_rates, parse_codec
 from reshard.coordination.call_group import find_call_group
 from reshard.coordination.decide import resolve
-from reshard.coordination.groups.messages import Decision, RoundRequest, describe_error
+from reshard.coordination.groups.agreement_messages import Decision, RoundRequest, describe_error
 from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness.call_sequence import calling, publish_interruption
 from reshard.errors import ArgumentError

@@ -40,9 +40,9 @@ class Network:
     Attributes:
         queue, stream, receiver, window, ahead: ``(messages,)``.
         nbytes, overhead_bytes: ``(messages,)`` float64.
-        after_at, after: message i starts after messages ``after[after_at[i]:after_at[i + 1]]``, all smaller than i.
-        port_at, port: stream s passes ports ``port[port_at[s]:port_at[s + 1]]``, one or more.
-        overhead_port, buffer: ``(streams,)``; buffer is float64, in bytes.
+        after_offsets, after: message i starts after messages ``after[after_offsets[i]:after_offsets[i + 1]]``, all
+        smaller than i. port_offsets, port: stream s passes ports ``port[port_offsets[s]:port_offsets[s + 1]]``, one or
+        more. overhead_port, buffer: ``(streams,)``; buffer is float64, in bytes.
         rate, burst: ``(ports,)`` float64, in bytes per second and in bytes.
     """
 
@@ -52,9 +52,9 @@ class Network:
     window: np.ndarray
     ahead: np.ndarray
     nbytes: np.ndarray
-    after_at: np.ndarray
+    after_offsets: np.ndarray
     after: np.ndarray
-    port_at: np.ndarray
+    port_offsets: np.ndarray
     port: np.ndarray
     overhead_port: np.ndarray
     overhead_bytes: np.ndarray

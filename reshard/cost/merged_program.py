@@ -26,12 +26,13 @@ MIN_VARIABLES = 2_000
 class LinearProgram:
     """Minimise ``cost @ x`` for x >= 0, where ``A @ x <= right``, or ``== right`` in rows with ``is_equal``.
 
-    ``A`` has the coefficient ``value[i]`` in row ``row_at[i]`` and column ``column_at[i]``. No entry is listed twice.
+    ``A`` has the coefficient ``value[i]`` in row ``row_offsets[i]`` and column ``column_offsets[i]``. No entry is
+    listed twice.
     """
 
     cost: np.ndarray
-    row_at: np.ndarray
-    column_at: np.ndarray
+    row_offsets: np.ndarray
+    column_offsets: np.ndarray
     value: np.ndarray
     right: np.ndarray
     is_equal: np.ndarray
@@ -62,7 +63,7 @@ def _solve_whole(program: LinearProgram) -> tuple[float, np.ndarray] | None:
 
     is_equal = program.is_equal
     matrix = coo_matrix(
-        (program.value, (program.row_at, program.column_at)), (len(program.right), len(program.cost))
+        (program.value, (program.row_offsets, program.column_offsets)), (len(program.right), len(program.cost))
     ).tocsr()
     solved = linprog(
         program.cost,
@@ -85,10 +86,10 @@ def _refine(program: LinearProgram) -> tuple[np.ndarray, np.ndarray]:
     row_color, column_color = _number(program.right, program.is_equal), _number(program.cost)
     while True:
         sums = np.zeros(len(row_color), dtype=np.uint64)
-        np.add.at(sums, program.row_at, _mix(column_color[program.column_at], value))
+        np.add.at(sums, program.row_offsets, _mix(column_color[program.column_offsets], value))
         new_row_color = _number(row_color, sums)
         sums = np.zeros(len(column_color), dtype=np.uint64)
-        np.add.at(sums, program.column_at, _mix(new_row_color[program.row_at], value))
+        np.add.at(sums, program.column_offsets, _mix(new_row_color[program.row_offsets], value))
         new_column_color = _number(column_color, sums)
         if new_row_color.max(initial=0) == row_color.max(initial=0) and new_column_color.max(
             initial=0
@@ -116,8 +117,8 @@ def _mix(color: np.ndarray, value: np.ndarray) -> np.ndarray:
 
 def _merge(program: LinearProgram, row_color: np.ndarray, column_color: np.ndarray) -> LinearProgram | None:
     """The program with one row and one variable per colour; None if the colours do not satisfy the theorem."""
-    by_row = _sums(program.row_at, column_color[program.column_at], program.value, row_color)
-    by_column = _sums(program.column_at, row_color[program.row_at], program.value, column_color)
+    by_row = _sums(program.row_offsets, column_color[program.column_offsets], program.value, row_color)
+    by_column = _sums(program.column_offsets, row_color[program.row_offsets], program.value, column_color)
     if by_row is None or by_column is None:
         return None
     first_row, first_column = np.unique(row_color, return_index=True)[1], np.unique(column_color, return_index=True)[1]

@@ -29,7 +29,7 @@ def serial_seconds(plan: Plan) -> float:
         receiver=messages.receiver,
         nbytes=messages.nbytes,
         window=messages.window,
-        after_at=messages.after_at,
+        after_offsets=messages.after_offsets,
         after=messages.after,
         delay=delay,
         host_of=topology.host_by_rank,

@@ -50,7 +50,7 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
       the plan's order.
     * Start of a message: a message starts when three conditions hold. All messages in its ``after`` have arrived. Fewer
       than ``window`` messages of its queue are unfinished. It is one of the next
-      :func:`~reshard.plan.model.recvs_ahead` messages of its receiver, counted from the first unfinished one.
+      :func:`~reshard.plan.plan.recvs_ahead` messages of its receiver, counted from the first unfinished one.
     * Links: messages between the same two ranks flow one at a time. All others share four kinds of links by
       proportional fairness: NICs, pod uplinks, the link of each rank inside its host, and the total rate inside a host.
     * Buffers: a message leaves the window of its sender once all but ``send_buffer_bytes`` of it are sent.
@@ -123,25 +123,25 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
     to = number_values(receiver)[1]
     row_of = np.full(len(messages), -1, dtype=np.int64)
     row_of[moves] = np.arange(len(moves))
-    num_after = np.diff(messages.after_at)[moves]
-    after = row_of[messages.after[ranges(messages.after_at[moves], num_after)]]
+    num_after = np.diff(messages.after_offsets)[moves]
+    after = row_of[messages.after[ranges(messages.after_offsets[moves], num_after)]]
     later = np.repeat(np.arange(len(moves)), num_after)[after >= 0]  # copies take no time
     ports = _Ports.of(topology, pairs // len(host), pairs % len(host))
     overhead_seconds = np.where(inside, topology.inside_latency_seconds, topology.latency_seconds)
     if topology.sender_switch_seconds:
         switches_sender = find_sender_switches(plan)[messages.transfer[moves]] & (messages.chunk[moves] == 0)
         overhead_seconds = overhead_seconds + np.where(switches_sender, topology.sender_switch_seconds, 0.0)
-    overhead_port = ports.port[ports.port_at[:-1]]
+    overhead_port = ports.port[ports.port_offsets[:-1]]
     return Network(
         queue=queue,
         stream=stream,
         receiver=to,
         window=np.ascontiguousarray(messages.window[moves]),
         nbytes=messages.nbytes[moves].astype(np.float64),
-        after_at=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(moves)))]).astype(np.int64),
+        after_offsets=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(moves)))]).astype(np.int64),
         after=after[after >= 0],
         ahead=_find_ahead(messages.window[moves]),
-        port_at=ports.port_at,
+        port_offsets=ports.port_offsets,
         port=ports.port,
         overhead_port=overhead_port,
         overhead_bytes=overhead_seconds * ports.rate[overhead_port[stream]],
@@ -168,11 +168,11 @@ _RANK_OUT, _RANK_IN, _NIC_OUT, _POD_UP, _POD_DOWN, _NIC_IN, _HOST_INSIDE = _KIND
 class _Ports:
     """The ports that streams pass: both directions of NICs, uplinks and ranks inside hosts, and total rates of hosts.
 
-    Stream s passes ``port[port_at[s]:port_at[s + 1]]``, its sender's port first. Ports are numbered in the order in
-    which streams first pass them; ``rate`` and ``are_inside`` have one entry per port.
+    Stream s passes ``port[port_offsets[s]:port_offsets[s + 1]]``, its sender's port first. Ports are numbered in the
+    order in which streams first pass them; ``rate`` and ``are_inside`` have one entry per port.
     """
 
-    port_at: np.ndarray
+    port_offsets: np.ndarray
     port: np.ndarray
     rate: np.ndarray
     are_inside: np.ndarray
@@ -211,7 +211,7 @@ class _Ports:
         rest, kind = np.divmod(distinct[order], len(_KINDS))
         index, nic_number = np.divmod(rest, MAX_NICS)
         return cls(
-            port_at=np.concatenate([[0], np.cumsum(passed.sum(axis=1))]),
+            port_offsets=np.concatenate([[0], np.cumsum(passed.sum(axis=1))]),
             port=number[which.ravel()],
             rate=_rates_of(topology, kind, index, nic_number),
             are_inside=np.isin(kind, (_RANK_OUT, _RANK_IN, _HOST_INSIDE)),

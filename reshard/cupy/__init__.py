@@ -16,6 +16,6 @@ program aborts their communicators, as in any NCCL program.
 May import packages below :mod:`reshard.coordination`, and no torch.
 """
 
-from reshard.cupy.transfer import Handle, Mover
+from reshard.cupy.cupy_mover import Handle, Mover
 
 __all__ = ["Handle", "Mover"]

@@ -12,7 +12,7 @@ from torch import nn
 from reshard.arguments import check_arguments
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.gradients.sums import CHECK_EVERY, digest_local_shard, mark_replaced
+from reshard.gradients.declared_sums import CHECK_EVERY, digest_local_shard, mark_replaced
 from reshard.public_api import not_compiled
 
 from . import transformers_models  # noqa: F401  # registers its converters

@@ -12,7 +12,7 @@ from reshard.arguments import check_arguments
 from reshard.codecs import has_variable_size
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
-from reshard.gradients.sums import mark_replaced
+from reshard.gradients.declared_sums import mark_replaced
 
 from .grid import Grid
 from .grid.grid import check_grid

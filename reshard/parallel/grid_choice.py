@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import brief, format_bytes
 from reshard.topology import Topology
 
-from .costs import find_axis_cost
+from .axis_costs import find_axis_cost
 from .grid.cuts import AXES, chunk_spans, size_of
 from .layer_price import GridLoad, price_layer
 from .products.dataflow import PANEL_WIDTH

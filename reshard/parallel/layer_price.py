@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from reshard.errors import ArgumentError
 
-from .costs import AxisCost, find_exchange_seconds, find_product_seconds
+from .axis_costs import AxisCost, find_exchange_seconds, find_product_seconds
 from .grid.cuts import chunk_spans, size_of
 from .products.dataflow import PANEL_WIDTH, LayerProducts, ProductShape
 

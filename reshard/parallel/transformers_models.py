@@ -21,7 +21,7 @@ from .layers.embedding import PositionEmbedding
 from .layers.linear import Linear, multiply
 from .layers.loss import CrossEntropy
 from .layers.norms import RMSNorm
-from .state import FusedLinear, TransposedLinear
+from .plain_state import FusedLinear, TransposedLinear
 
 
 class _Attention(nn.Module):

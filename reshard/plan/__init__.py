@@ -1,10 +1,9 @@
 """A plan as a value: transfers, messages and their order; loads of ports; checker; drawing; text and JSON.
 
-Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.model`. It neither solves nor simulates.
+Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.topology`. It neither solves nor simulates.
 """
 
 from reshard.plan.check import check_plan, check_ranks, ensure_checked
-from reshard.plan.drawing import draw_boxes, draw_plan, draw_roles, name_tensors
 from reshard.plan.drawn_hosts import MAX_BOXES, HostBox, HostBoxes, Traffic
 from reshard.plan.host_rates import HostRates, used_nics
 from reshard.plan.json import plan_to_json
@@ -18,7 +17,8 @@ from reshard.plan.messages import (
     name_box,
     tabulate_messages,
 )
-from reshard.plan.model import (
+from reshard.plan.ordering import find_sender_switches, find_waits
+from reshard.plan.plan import (
     DEFAULT_STAGING_BYTES,
     MAX_RECVS_AHEAD,
     Plan,
@@ -28,7 +28,7 @@ from reshard.plan.model import (
     ranks_of,
     recvs_ahead,
 )
-from reshard.plan.ordering import find_sender_switches, find_waits
+from reshard.plan.plan_drawing import draw_boxes, draw_plan, draw_roles, name_tensors
 from reshard.plan.port_loads import Load, describe_load, find_loads
 from reshard.plan.rotation_loads import RotationLoads
 from reshard.plan.rotation_plan import ROTATION, RotationPlan

@@ -11,7 +11,7 @@ from reshard.formatting import brief
 from reshard.plan.check_boxes import MessageBoxes, SideOwners, boxes_of
 from reshard.plan.check_owners import Marks, add_by, describe_pieces
 from reshard.plan.check_staging import check_staging
-from reshard.plan.model import Plan, is_sound, mark_sound
+from reshard.plan.plan import Plan, is_sound, mark_sound
 from reshard.plan.transfers import GATHERED
 from reshard.ragged import hash_rows
 from reshard.sharding import find_overlapping
@@ -45,7 +45,8 @@ def check_ranks(plan: Plan) -> None:
     itemsize = np.array([spec.itemsize for spec in plan.tensors], dtype=np.int64)[transfers.box_tensor]
     if len(transfers):
         unlike = np.flatnonzero(
-            np.maximum.reduceat(itemsize, transfers.box_at[:-1]) != np.minimum.reduceat(itemsize, transfers.box_at[:-1])
+            np.maximum.reduceat(itemsize, transfers.box_offsets[:-1])
+            != np.minimum.reduceat(itemsize, transfers.box_offsets[:-1])
         )
         if len(unlike):
             wrong = int(np.flatnonzero(np.isin(transfers.region, unlike))[0])
@@ -83,7 +84,7 @@ def check_plan(plan: Plan) -> None:
 def _check_form(plan: Plan) -> None:
     """Raise PlanError unless the arrays of the transfers are consistent."""
     transfers = plan.transfers
-    num, num_boxes, num_regions = len(transfers), len(transfers.box_tensor), len(transfers.box_at) - 1
+    num, num_boxes, num_regions = len(transfers), len(transfers.box_tensor), len(transfers.box_offsets) - 1
     shape = transfers.box_start.shape
     min_ndim = max(spec.ndim for spec in plan.tensors) if num_boxes else 0
     if isinstance(plan.staging_bytes, bool) or not isinstance(plan.staging_bytes, int):
@@ -93,9 +94,9 @@ def _check_form(plan: Plan) -> None:
     if transfers.splits.shape != (num, shape[1]) or (transfers.splits < 1).any():
         raise PlanError(f"splits must be {num} x {shape[1]} numbers of at least 1, one row per transfer")
     for name, count, total, fewest in (
-        ("box_at", num_regions, num_boxes, 1),
-        ("edge_at", num, len(transfers.sender), 0),
-        ("after_at", num, len(transfers.after), 0),
+        ("box_offsets", num_regions, num_boxes, 1),
+        ("edge_offsets", num, len(transfers.sender), 0),
+        ("after_offsets", num, len(transfers.after), 0),
     ):
         at = getattr(transfers, name)
         if at.shape != (count + 1,) or at[0] != 0 or at[-1] != total or (np.diff(at) < fewest).any():
@@ -118,7 +119,7 @@ def _check_form(plan: Plan) -> None:
     if (beyond & ((transfers.box_start != 0) | (transfers.box_stop != 1))).any():
         raise PlanError("a box must be 0:1 in dims past those of its tensor")
     per_edge = transfers.num_boxes * transfers.splits.prod(axis=1, dtype=np.float64)
-    rows = float((per_edge * np.maximum(np.diff(transfers.edge_at), 1)).sum())
+    rows = float((per_edge * np.maximum(np.diff(transfers.edge_offsets), 1)).sum())
     if rows > MAX_CHECKED:
         raise PlanError(f"the messages of the plan have {rows:.0f} boxes; at most {MAX_CHECKED} can be checked")
 

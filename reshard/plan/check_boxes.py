@@ -9,7 +9,7 @@ import numpy as np
 
 from reshard.plan.check_owners import Owners
 from reshard.plan.messages import MessageTable, cut_chunks, find_gathered_boxes, name_box, tabulate_messages
-from reshard.plan.model import Plan
+from reshard.plan.plan import Plan
 from reshard.plan.transfers import GATHERED
 from reshard.sharding import Shards, format_box
 

@@ -10,7 +10,7 @@ import numpy as np
 from reshard.errors import LayoutError, PlanError, ReshardError
 from reshard.formatting import brief
 from reshard.plan.messages import expand_messages
-from reshard.plan.model import Plan
+from reshard.plan.plan import Plan
 from reshard.plan.rotation_plan import MAX_LISTED
 from reshard.plan.text_parser import parse_plan, read_plan_topology
 from reshard.plan.text_writer import format_transfer
@@ -223,7 +223,7 @@ def _check_messages(listed: Any, plan: Plan) -> None:
     if not isinstance(listed, list) or len(listed) != plan.num_messages:
         listing = f"lists {len(listed)}" if isinstance(listed, list) else "is not a list"
         transfers = plan.transfers
-        num_messages = int((transfers.num_chunks * np.diff(transfers.edge_at)).sum())
+        num_messages = int((transfers.num_chunks * np.diff(transfers.edge_offsets)).sum())
         boxes = f" with {plan.num_messages} boxes, each listed on its own" if plan.num_messages > num_messages else ""
         raise PlanError(
             f"messages {listing}, but the transfers make {num_messages} messages{boxes}: list all, or omit the key"

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from reshard.plan.model import Plan
+from reshard.plan.plan import Plan
 from reshard.plan.rotation_plan import INSIDE_WINDOW, RotationPlan
 from reshard.plan.transfers import GATHERED, Transfers
 from reshard.ragged import ranges
@@ -28,8 +28,8 @@ class MessageTable:
         nbytes: size in bytes.
         source: row of the message that brings the data to the sender, -1 if the sender holds the data, ``GATHERED`` if
             several messages bring it; see ``gathered``.
-        after_at, after: ``(messages + 1,)`` and rows: message ``i`` starts after the messages in rows
-            ``after[after_at[i]:after_at[i + 1]]`` have finished.
+        after_offsets, after: ``(messages + 1,)`` and rows: message ``i`` starts after the messages in rows
+            ``after[after_offsets[i]:after_offsets[i + 1]]`` have finished.
         window: limit on unfinished messages of the sender, this one included.
         gathered: ``(pairs, 2)`` the row of each gathered message with that of each message that brings boxes of it.
     """
@@ -41,7 +41,7 @@ class MessageTable:
     receiver: np.ndarray
     nbytes: np.ndarray
     source: np.ndarray
-    after_at: np.ndarray
+    after_offsets: np.ndarray
     after: np.ndarray
     window: np.ndarray
     gathered: np.ndarray
@@ -59,9 +59,9 @@ class MessageTable:
 def tabulate_messages(plan: Plan) -> MessageTable:
     """The table of all messages of a plan."""
     transfers = plan.transfers
-    if (np.diff(transfers.edge_at) == 1).all() and (transfers.splits == 1).all():
+    if (np.diff(transfers.edge_offsets) == 1).all() and (transfers.splits == 1).all():
         return _tabulate_single_messages(plan)
-    num_edges = np.diff(transfers.edge_at)
+    num_edges = np.diff(transfers.edge_offsets)
     num_boxes = transfers.num_boxes
     counts = num_edges * transfers.num_chunks
     first_row = np.concatenate([[0], np.cumsum(counts)])
@@ -69,22 +69,22 @@ def tabulate_messages(plan: Plan) -> MessageTable:
     within = np.arange(len(transfer)) - first_row[transfer]
     chunk = within // num_edges[transfer]
     edge = within - chunk * num_edges[transfer]
-    edge_row = transfers.edge_at[transfer] + edge
+    edge_row = transfers.edge_offsets[transfer] + edge
     parent_edge = _parent_edges(plan)[edge_row]
     source = np.where(parent_edge < 0, -1, first_row[transfer] + chunk * num_edges[transfer] + parent_edge)
-    after_at, after = np.concatenate([[0], np.cumsum(source >= 0)]), source[source >= 0]
+    after_offsets, after = np.concatenate([[0], np.cumsum(source >= 0)]), source[source >= 0]
     if len(transfers.after):
         outer = transfers.source[transfer]
         source = np.where((source < 0) & (outer >= 0), first_row[outer], source)
         source[outer == GATHERED] = GATHERED
-        num_after = np.diff(transfers.after_at)[transfer]
+        num_after = np.diff(transfers.after_offsets)[transfer]
         within_tree = np.flatnonzero(parent_edge >= 0)
         later = np.concatenate([np.repeat(np.arange(len(transfer)), num_after), within_tree])
         earlier = np.concatenate(
-            [first_row[transfers.after[ranges(transfers.after_at[transfer], num_after)]], source[within_tree]]
+            [first_row[transfers.after[ranges(transfers.after_offsets[transfer], num_after)]], source[within_tree]]
         )
         order = np.argsort(later, kind="stable")
-        after_at = np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(transfer)))])
+        after_offsets = np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(transfer)))])
         after = earlier[order]
     return MessageTable(
         id=transfers.first_message[transfer] + within * num_boxes[transfer],
@@ -94,7 +94,7 @@ def tabulate_messages(plan: Plan) -> MessageTable:
         receiver=transfers.receiver[edge_row],
         nbytes=_chunk_bytes(plan, transfer, chunk),
         source=source,
-        after_at=after_at,
+        after_offsets=after_offsets,
         after=after,
         window=transfers.window[transfer],
         gathered=first_row[transfers.gathered],
@@ -107,13 +107,13 @@ def _tabulate_single_messages(plan: Plan) -> MessageTable:
     count = len(transfers)
     return MessageTable(
         id=transfers.first_message[:-1],
-        transfer=transfers.edge_at[:-1],
+        transfer=transfers.edge_offsets[:-1],
         chunk=np.zeros(count, dtype=np.int64),
         sender=transfers.sender,
         receiver=transfers.receiver,
         nbytes=plan.message_bytes,
         source=transfers.source,
-        after_at=transfers.after_at,
+        after_offsets=transfers.after_offsets,
         after=transfers.after,
         window=transfers.window,
         gathered=transfers.gathered,
@@ -123,9 +123,9 @@ def _tabulate_single_messages(plan: Plan) -> MessageTable:
 def _parent_edges(plan: Plan) -> np.ndarray:
     """``(edges,)`` position in its transfer of the last earlier edge into the edge's sender, -1 if there is none."""
     transfers = plan.transfers
-    sender, receiver, edge_at = transfers.sender, transfers.receiver, transfers.edge_at
+    sender, receiver, edge_offsets = transfers.sender, transfers.receiver, transfers.edge_offsets
     edge = np.arange(len(sender))
-    position = edge - edge_at[transfers.transfer_of_edge]
+    position = edge - edge_offsets[transfers.transfer_of_edge]
     brings = sender != receiver
     parents = np.full(len(sender), -1, dtype=np.int64)
     chained = np.zeros(len(sender), dtype=bool)
@@ -134,7 +134,7 @@ def _parent_edges(plan: Plan) -> np.ndarray:
     unresolved = edge[(position > 0) & ~chained]
     if not len(unresolved):
         return parents
-    sources = edge[brings & (np.diff(edge_at)[transfers.transfer_of_edge] > 1)]
+    sources = edge[brings & (np.diff(edge_offsets)[transfers.transfer_of_edge] > 1)]
     width = 1 + max(int(sender.max()), int(receiver.max()))
     _, pair = np.unique(  # a number for each (transfer, rank)
         np.concatenate(
@@ -270,7 +270,7 @@ def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
         base, window = int(transfers.first_message[transfer]), int(transfers.window[transfer])
         source_transfer = int(transfers.source[transfer])
         source = int(transfers.first_message[source_transfer]) if source_transfer >= 0 else None
-        order = transfers.after[transfers.after_at[transfer] : transfers.after_at[transfer + 1]]
+        order = transfers.after[transfers.after_offsets[transfer] : transfers.after_offsets[transfer + 1]]
         after = tuple((transfers.first_message[order[order != source_transfer] + 1] - 1).tolist())
         for chunk in range(int(transfers.num_chunks[transfer])):
             if num_boxes == 1:
@@ -305,7 +305,7 @@ def _list_gathered(transfers: Transfers, rank: int | None) -> dict[int, tuple[in
     """:attr:`Message.gathered` of all gathered transfers, or of the gathered transfers of one rank."""
     chosen = np.flatnonzero(transfers.source == GATHERED)
     if rank is not None:
-        chosen = chosen[transfers.sender[transfers.edge_at[chosen]] == rank]
+        chosen = chosen[transfers.sender[transfers.edge_offsets[chosen]] == rank]
     if not len(chosen):
         return {}
     ids = [None if ident < 0 else ident for ident in find_gathered_boxes(transfers, chosen).tolist()]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.plan.model import Plan
+from reshard.plan.plan import Plan
 from reshard.plan.rotation_plan import RotationPlan
 from reshard.plan.transfers import GATHERED
 
@@ -41,7 +41,7 @@ class Waits:
 def find_sender_switches(plan: Plan) -> np.ndarray:
     """``(transfers,)`` bool: whether a transfer waits at its receiver for that of another sender to end."""
     waits = find_waits(plan)
-    receiver = plan.transfers.receiver[plan.transfers.edge_at[:-1]]
+    receiver = plan.transfers.receiver[plan.transfers.edge_offsets[:-1]]
     is_switch = np.zeros(len(plan.transfers), dtype=bool)
     is_switch[waits.later[waits.waiter == receiver[waits.later]]] = True
     return is_switch
@@ -56,7 +56,7 @@ def find_waits(plan: Plan, rank: int | None = None) -> Waits:
     if rank is not None and isinstance(plan, RotationPlan):
         return _find_waits_of_host(plan, rank)
     transfers = plan.transfers
-    later = np.repeat(np.arange(len(transfers)), np.diff(transfers.after_at))
+    later = np.repeat(np.arange(len(transfers)), np.diff(transfers.after_offsets))
     earlier = transfers.after
     if rank is not None:
         is_own = np.zeros(len(transfers), dtype=bool)
@@ -65,10 +65,10 @@ def find_waits(plan: Plan, rank: int | None = None) -> Waits:
         later, earlier = later[chosen], earlier[chosen]
     order = earlier != transfers.source[later]  # the sender waits for its data in any case
     order &= (transfers.source[later] != GATHERED) | (
-        transfers.receiver[transfers.edge_at[earlier]] != transfers.sender[transfers.edge_at[later]]
+        transfers.receiver[transfers.edge_offsets[earlier]] != transfers.sender[transfers.edge_offsets[later]]
     )
     later, earlier = later[order], earlier[order]
-    first = transfers.edge_at[:-1]
+    first = transfers.edge_offsets[:-1]
     host = plan.topology.host_by_rank
     a, b = transfers.sender[first[earlier]], transfers.receiver[first[earlier]]
     sender, receiver = transfers.sender[first[later]], transfers.receiver[first[later]]

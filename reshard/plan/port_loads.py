@@ -12,7 +12,7 @@ from reshard.plan.host_rates import used_nic_numbers
 from reshard.topology import MAX_NICS, Topology
 
 if TYPE_CHECKING:
-    from reshard.plan.model import Plan
+    from reshard.plan.plan import Plan
     from reshard.plan.rotation_plan import RotationPlan
 
 

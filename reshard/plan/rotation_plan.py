@@ -13,7 +13,7 @@ import numpy as np
 
 from reshard.errors import ArgumentError, PlanError
 from reshard.plan.even_exchange import EvenExchange, KeyRange, OwnMessages
-from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan, mark_sound, ranks_of
+from reshard.plan.plan import DEFAULT_STAGING_BYTES, Plan, mark_sound, ranks_of
 from reshard.plan.rotation_loads import RotationLoads
 from reshard.plan.transfers import Transfers
 from reshard.sharding import TensorSpec, check_integer, check_tensors
@@ -209,16 +209,16 @@ class RotationPlan(Plan):
         )
         by_later = np.lexsort((earlier, later))
         return Transfers(
-            box_at=np.arange(len(key) + 1),
+            box_offsets=np.arange(len(key) + 1),
             box_tensor=tensor_of[order],
             box_start=start[order],
             box_stop=stop[order],
-            edge_at=np.arange(len(key) + 1),
+            edge_offsets=np.arange(len(key) + 1),
             sender=sender,
             receiver=receiver,
             splits=np.ones((len(key), ndim), dtype=np.int64),
             window=np.where(lane >= 0, self.window, INSIDE_WINDOW),
-            after_at=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(key)))]),
+            after_offsets=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(key)))]),
             after=earlier[by_later],
             source=brings,
         )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import PlanError, ReshardError
-from reshard.plan.model import Plan
+from reshard.plan.plan import Plan
 from reshard.plan.rotation_plan import ROTATION, RotationPlan
 from reshard.plan.text_writer import LATENCIES
 from reshard.plan.transfers import GATHERED, Transfers
@@ -253,16 +253,16 @@ def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
         after.append([row_of_message[ident] for ident in named])
         row_of_message[row.first_message] = i
     return Transfers(
-        box_at=np.cumsum([0] + [len(row.boxes) for row in rows]),
+        box_offsets=np.cumsum([0] + [len(row.boxes) for row in rows]),
         box_tensor=np.array([tensor for tensor, _ in boxes], dtype=np.int64),
         box_start=start,
         box_stop=stop,
-        edge_at=np.cumsum([0] + [len(row.edges) for row in rows]),
+        edge_offsets=np.cumsum([0] + [len(row.edges) for row in rows]),
         sender=edges[:, 0],
         receiver=edges[:, 1],
         splits=splits,
         window=np.array([row.window for row in rows], dtype=np.int64),
-        after_at=np.cumsum([0] + [len(row) for row in after]),
+        after_offsets=np.cumsum([0] + [len(row) for row in after]),
         after=np.array([i for row in after for i in row], dtype=np.int64),
         source=np.array(
             [GATHERED if row.is_gathered else row_of_message[row.sources[0]] if row.sources else -1 for row in rows],

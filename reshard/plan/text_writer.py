@@ -37,7 +37,7 @@ from reshard.sharding import TensorSpec, format_box
 from reshard.topology import Topology, topology_to_json
 
 if TYPE_CHECKING:
-    from reshard.plan.model import Plan
+    from reshard.plan.plan import Plan
 
 #: Latencies of the topology. The text omits zeros.
 LATENCIES = ("latency_seconds", "inside_latency_seconds")
@@ -93,14 +93,14 @@ def format_transfer(plan: Plan, transfer: int) -> str:
 
 def _format_dependencies(transfers: Transfers, transfer: int) -> str:
     """The optional end of a line, such as `` from 12 after 7,9``."""
-    after = transfers.after[transfers.after_at[transfer] : transfers.after_at[transfer + 1]]
+    after = transfers.after[transfers.after_offsets[transfer] : transfers.after_offsets[transfer + 1]]
     if not len(after):
         return ""
     source = int(transfers.source[transfer])
     brings = after == source
     if source == GATHERED:
-        sender = transfers.sender[transfers.edge_at[transfer]]
-        brings = transfers.receiver[transfers.edge_at[after]] == sender
+        sender = transfers.sender[transfers.edge_offsets[transfer]]
+        brings = transfers.receiver[transfers.edge_offsets[after]] == sender
     sources, others = (transfers.first_message[after[chosen]].tolist() for chosen in (brings, ~brings))
     text = f" from {','.join(map(str, sources))}" if sources else ""
     text = f" gathered{text}" if source == GATHERED else text

@@ -19,21 +19,23 @@ GATHERED = -2
 class Transfers:
     """Regions and the trees that they travel along, in order. All arrays are int64.
 
-    Transfer ``i`` moves region ``r = region[i]``, which is boxes ``box_at[r]:box_at[r + 1]``, along edges
-    ``edge_at[i]:edge_at[i + 1]``. Several transfers may move one region. Each edge follows the edge that brings the
-    data to its sender, unless the sender holds it; an edge from a rank to itself is a copy. A transfer of one box is
-    sent in ``prod(splits[i])`` chunks; all boxes of a transfer of several small boxes are one message. A transfer may
-    wait for other transfers of one message each. These bring the data to its sender, or the plan orders them before it.
+    Transfer ``i`` moves region ``r = region[i]``, which is boxes ``box_offsets[r]:box_offsets[r + 1]``, along edges
+    ``edge_offsets[i]:edge_offsets[i + 1]``. Several transfers may move one region. Each edge follows the edge that
+    brings the data to its sender, unless the sender holds it; an edge from a rank to itself is a copy. A transfer of
+    one box is sent in ``prod(splits[i])`` chunks; all boxes of a transfer of several small boxes are one message. A
+    transfer may wait for other transfers of one message each. These bring the data to its sender, or the plan orders
+    them before it.
 
     Attributes:
-        box_at: ``(regions + 1,)``.
+        box_offsets: ``(regions + 1,)``.
         box_tensor: ``(boxes,)`` the tensor of each box.
         box_start, box_stop: ``(boxes, ndim)`` bounds; ``0:1`` in dims past those of the tensor.
-        edge_at: ``(transfers + 1,)``.
+        edge_offsets: ``(transfers + 1,)``.
         sender, receiver: ``(edges,)`` ranks.
         splits: ``(transfers, ndim)`` the number of parts that each dim is cut into.
         window: ``(transfers,)`` limit on the unfinished messages of a sender when it starts one of these, included.
-        after_at, after: transfer i starts after transfers ``after[after_at[i]:after_at[i + 1]]`` have finished.
+        after_offsets, after: transfer i starts after transfers ``after[after_offsets[i]:after_offsets[i + 1]]`` have
+        finished.
         source: ``(transfers,)`` the transfer in ``after`` that brings the data to the first sender, -1 if the sender
             holds it. ``GATHERED`` for a single message whose sender gathers it: all transfers in ``after`` that end at
             the sender bring boxes of it, and the sender holds the others.
@@ -44,23 +46,23 @@ class Transfers:
             ``after``, or it is gathered and has several messages.
     """
 
-    box_at: np.ndarray
+    box_offsets: np.ndarray
     box_tensor: np.ndarray
     box_start: np.ndarray
     box_stop: np.ndarray
-    edge_at: np.ndarray
+    edge_offsets: np.ndarray
     sender: np.ndarray
     receiver: np.ndarray
     splits: np.ndarray
     window: np.ndarray
-    after_at: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    after_offsets: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     after: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     source: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     region: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
     def __post_init__(self) -> None:
-        if not len(self.after_at):
-            object.__setattr__(self, "after_at", np.zeros(len(self) + 1, dtype=np.int64))
+        if not len(self.after_offsets):
+            object.__setattr__(self, "after_offsets", np.zeros(len(self) + 1, dtype=np.int64))
             object.__setattr__(self, "source", np.full(len(self), -1, dtype=np.int64))
         if not len(self.region):
             object.__setattr__(self, "region", np.arange(len(self)))
@@ -75,13 +77,13 @@ class Transfers:
     def unchecked(cls, **arrays: np.ndarray) -> Transfers:
         """The transfers of these arrays, all of them int64, contiguous and owned by the caller, without any check.
 
-        For strategies whose output needs no check. The arrays become read-only. ``region``, and ``after_at``, ``after``
-        and ``source`` together, may be omitted.
+        For strategies whose output needs no check. The arrays become read-only. ``region``, and ``after_offsets``,
+        ``after`` and ``source`` together, may be omitted.
         """
         self = cls.__new__(cls)
         count = len(arrays["window"])
-        if "after_at" not in arrays:
-            arrays["after_at"] = np.zeros(count + 1, dtype=np.int64)
+        if "after_offsets" not in arrays:
+            arrays["after_offsets"] = np.zeros(count + 1, dtype=np.int64)
             arrays["after"], arrays["source"] = np.zeros(0, dtype=np.int64), np.full(count, -1)
         arrays.setdefault("region", np.arange(count))
         for name in cls.__dataclass_fields__:
@@ -91,8 +93,8 @@ class Transfers:
         return self
 
     def _check_after(self) -> None:
-        later = np.repeat(np.arange(len(self)), np.diff(self.after_at))
-        single = (np.diff(self.edge_at) == 1) & (self.num_chunks == 1)
+        later = np.repeat(np.arange(len(self)), np.diff(self.after_offsets))
+        single = (np.diff(self.edge_offsets) == 1) & (self.num_chunks == 1)
         wrong = np.flatnonzero((self.after < 0) | (self.after >= later) | ~single[np.minimum(self.after, later)])
         if len(wrong):
             raise PlanError(
@@ -122,12 +124,12 @@ class Transfers:
     @cached_property
     def first_box(self) -> np.ndarray:
         """``(transfers,)`` index of the first box of each transfer."""
-        return self.box_at[self.region]
+        return self.box_offsets[self.region]
 
     @cached_property
     def num_boxes(self) -> np.ndarray:
         """``(transfers,)`` number of boxes of each transfer."""
-        return self.box_at[self.region + 1] - self.first_box
+        return self.box_offsets[self.region + 1] - self.first_box
 
     @cached_property
     def num_chunks(self) -> np.ndarray:
@@ -138,23 +140,27 @@ class Transfers:
     def gathered(self) -> np.ndarray:
         """``(pairs, 2)`` each gathered transfer with each transfer that brings boxes of it, in order."""
         chosen = np.flatnonzero(self.source == GATHERED)
-        count = np.diff(self.after_at)[chosen]
-        later, earlier = np.repeat(chosen, count), self.after[ranges(self.after_at[chosen], count)]
-        ends = self.receiver[self.edge_at[earlier]] == self.sender[self.edge_at[later]]
+        count = np.diff(self.after_offsets)[chosen]
+        later, earlier = np.repeat(chosen, count), self.after[ranges(self.after_offsets[chosen], count)]
+        ends = self.receiver[self.edge_offsets[earlier]] == self.sender[self.edge_offsets[later]]
         return np.stack([later[ends], earlier[ends]], axis=1)
 
     @cached_property
     def first_message(self) -> np.ndarray:
         """``(transfers + 1,)`` id of each transfer's first message; the last entry is the number of messages."""
-        if len(self.sender) == len(self) and len(self.box_tensor) == len(self.box_at) - 1 and (self.splits == 1).all():
-            return self.edge_at  # a message each
-        counts = self.num_boxes * self.num_chunks * np.diff(self.edge_at)
+        if (
+            len(self.sender) == len(self)
+            and len(self.box_tensor) == len(self.box_offsets) - 1
+            and (self.splits == 1).all()
+        ):
+            return self.edge_offsets  # a message each
+        counts = self.num_boxes * self.num_chunks * np.diff(self.edge_offsets)
         return np.concatenate([[0], np.cumsum(counts)])
 
     @cached_property
     def transfer_of_edge(self) -> np.ndarray:
         """``(edges,)`` transfer of each edge."""
-        return np.repeat(np.arange(len(self)), np.diff(self.edge_at))
+        return np.repeat(np.arange(len(self)), np.diff(self.edge_offsets))
 
     def chunk_box(self, transfer: int, chunk: int) -> tuple[list[int], list[int]]:
         """``(start, stop)`` of one chunk of a single-box transfer."""
@@ -171,5 +177,5 @@ class Transfers:
 
     def edges_of(self, transfer: int) -> list[tuple[int, int]]:
         """``(sender, receiver)`` of each edge of one transfer."""
-        at = slice(int(self.edge_at[transfer]), int(self.edge_at[transfer + 1]))
+        at = slice(int(self.edge_offsets[transfer]), int(self.edge_offsets[transfer + 1]))
         return list(zip(self.sender[at].tolist(), self.receiver[at].tolist(), strict=True))

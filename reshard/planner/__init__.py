@@ -3,13 +3,13 @@
 May import :mod:`reshard.cost` and the layers below it.
 """
 
-from reshard.planner.auto import CANDIDATES
-from reshard.planner.estimates import Floors, floor_of_transfers
+from reshard.planner.auto_strategy import CANDIDATES
+from reshard.planner.estimates import StrategyBounds, bound_of_transfers
 from reshard.planner.planning import estimate_planning_seconds, make_plan, plan_tensors, restore_plan
-from reshard.planner.registry import ALIASES, AUTO, STRATEGIES, find_strategy
 from reshard.planner.strategies.chunking import MIN_STAGING_BYTES
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes, Strategy
+from reshard.planner.strategy_registry import ALIASES, AUTO, STRATEGIES, find_strategy
 from reshard.planner.tensor_codecs import AUTO_CODEC, compress_tensors, predict
 from reshard.ragged import NO_RANK
 
@@ -21,14 +21,14 @@ __all__ = [
     "MIN_STAGING_BYTES",
     "NO_RANK",
     "STRATEGIES",
-    "Floors",
     "PlanProblem",
     "Routes",
     "Strategy",
+    "StrategyBounds",
+    "bound_of_transfers",
     "compress_tensors",
     "estimate_planning_seconds",
     "find_strategy",
-    "floor_of_transfers",
     "make_plan",
     "plan_tensors",
     "predict",

@@ -12,9 +12,9 @@ from reshard.arguments import check_arguments, check_fields
 from reshard.plan import Transfers
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
-from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, SMALL_BYTES, STAGING_PARTS, TREE_CHUNK_BYTES
-from reshard.planner.strategies.direct import global_cuts
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.chunking import SMALL_BYTES, STAGING_PARTS, TREE_CHUNK_BYTES, UNPACKED_CHUNK_BYTES
+from reshard.planner.strategies.plan_problem import PlanProblem
+from reshard.planner.strategies.sends_and_all_gathers import global_cuts
 from reshard.ragged import NO_RANK, distinct_values, ranges
 from reshard.topology import MAX_NICS, Topology
 
@@ -23,7 +23,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class Floors:
+class StrategyBounds:
     """Lower bounds, in seconds, on the time that :func:`~reshard.cost.simulator.simulate` predicts for any plan.
 
     There is one bound for each kind of strategy. The bounds are known before a plan is made.
@@ -104,7 +104,7 @@ class Floors:
         ranks = classes.receivers[hosts > 0]
         is_chain = hosts > 1
         is_chain[hosts > 0] |= ((topology.host_by_rank[ranks] == first[:, None]) & (ranks != NO_RANK)).sum(axis=1) > 1
-        chunk_bytes = np.where(is_chain, TREE_CHUNK_BYTES, DIRECT_CHUNK_BYTES)
+        chunk_bytes = np.where(is_chain, TREE_CHUNK_BYTES, UNPACKED_CHUNK_BYTES)
         chunks = -(-classes.nbytes // chunk_bytes)
         leaves_host = hosts > 0
         seconds = [float(hosts.max()) * topology.latency_seconds]
@@ -116,7 +116,7 @@ class Floors:
             work = times * (classes.nbytes + chunks * topology.latency_seconds * min(rates))
             seconds.append(float(work.sum()) / sum(rates))
         # the largest region leaves through a single NIC of its sender
-        of_task = np.repeat(np.arange(len(classes)), np.diff(classes.task_at))
+        of_task = np.repeat(np.arange(len(classes)), np.diff(classes.task_offsets))
         nbytes = np.where(leaves_host[of_task], self.problem.nbytes[classes.task], 0)
         fastest = max(nic.egress_bytes_per_second for host in topology.hosts for nic in host.nics)
         messages = -(-nbytes // chunk_bytes[of_task])
@@ -130,15 +130,15 @@ class Floors:
         The order of a chain follows from its first host, see :func:`~reshard.planner.strategies.trees.along_trees`. Its
         last host sends nothing.
         """
-        topology, (holder_at, holders), (at, destinations) = (
+        topology, (holder_offsets, holders), (at, destinations) = (
             self.problem.topology, self.host_classes.holders, self.host_classes.destinations
         )  # fmt: skip
-        single = np.flatnonzero((np.diff(holder_at) == 1) & (np.diff(at) > 0))
+        single = np.flatnonzero((np.diff(holder_offsets) == 1) & (np.diff(at) > 0))
         if not len(single):
             return 0.0
-        home, count = holders[holder_at[single]], np.diff(at)[single]
+        home, count = holders[holder_offsets[single]], np.diff(at)[single]
         nbytes = self.host_classes.nbytes[single].astype(np.float64)
-        messages = nbytes / np.where(count > 1, TREE_CHUNK_BYTES, DIRECT_CHUNK_BYTES)  # a lower bound
+        messages = nbytes / np.where(count > 1, TREE_CHUNK_BYTES, UNPACKED_CHUNK_BYTES)  # a lower bound
         of, host = np.repeat(np.arange(len(single)), count), destinations[ranges(at[single], count)]
         num_hosts = topology.num_hosts
         place = np.where(host < home[of], num_hosts, 0) + host
@@ -185,7 +185,7 @@ class Floors:
         part = size[row] * (following + 1) // k[row] - size[row] * following // k[row]
         smallest = size // k * row_bytes
         small = min(SMALL_BYTES, problem.staging_bytes // STAGING_PARTS)  # smaller parts may share a message
-        return floor_of_messages(
+        return bound_of_messages(
             problem,
             ring[row, place],
             ring[row, following],
@@ -250,24 +250,24 @@ def _burst_seconds(topology: Topology) -> float:
 
 
 @check_arguments()
-def floor_of_transfers(problem: PlanProblem, transfers: Transfers) -> float:
+def bound_of_transfers(problem: PlanProblem, transfers: Transfers) -> float:
     """Lower bound on the simulated makespan of these transfers, in seconds: the time of the busiest port.
 
     A message occupies its sender's port for its latency and then for its bytes. Nothing arrives before one latency.
     """
     itemsize = np.array([spec.itemsize for spec in problem.tensors], dtype=np.int64)
     box_bytes = (transfers.box_stop - transfers.box_start).prod(axis=1, dtype=np.int64) * itemsize[transfers.box_tensor]
-    ends = np.concatenate([[0], np.cumsum(box_bytes)])[transfers.box_at]
+    ends = np.concatenate([[0], np.cumsum(box_bytes)])[transfers.box_offsets]
     of = transfers.transfer_of_edge
     nbytes = np.diff(ends)[transfers.region][of].astype(np.float64)
     count = transfers.num_chunks[of].astype(np.float64)  # all boxes of a chunk form one message
-    return floor_of_messages(problem, transfers.sender, transfers.receiver, nbytes, count)
+    return bound_of_messages(problem, transfers.sender, transfers.receiver, nbytes, count)
 
 
-def floor_of_messages(
+def bound_of_messages(
     problem: PlanProblem, sender: np.ndarray, receiver: np.ndarray, nbytes: np.ndarray, count: np.ndarray
 ) -> float:
-    """Like :func:`floor_of_transfers`, for ``count[i]`` messages of together ``nbytes[i]`` bytes from each sender."""
+    """Like :func:`bound_of_transfers`, for ``count[i]`` messages of together ``nbytes[i]`` bytes from each sender."""
     topology = problem.topology
     host, nic = topology.host_by_rank, topology.nic_by_rank
     a, b = host[sender], host[receiver]

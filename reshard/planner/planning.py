@@ -10,13 +10,13 @@ from reshard.codecs import Codec, TransferPolicy, codec_name, has_variable_size
 from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import brief, compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, RotationPlan, Transfers, mark_sound, ranks_of
-from reshard.planner.auto import choose_fastest
-from reshard.planner.registry import STRATEGIES, find_strategy
+from reshard.planner.auto_strategy import choose_fastest
 from reshard.planner.stacking import Stacks, stack_problem, unstack
-from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, STAGING_PARTS, routes_to_transfers
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.chunking import STAGING_PARTS, UNPACKED_CHUNK_BYTES, routes_to_transfers
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes, Strategy
 from reshard.planner.strategies.routes_check import check_routes
+from reshard.planner.strategy_registry import STRATEGIES, find_strategy
 from reshard.planner.tensor_codecs import AUTO_CODEC, compress_tensors
 from reshard.public_api import not_compiled, shows_call
 from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
@@ -47,8 +47,8 @@ def make_plan(
         src, dst: the layouts; for several tensors ``{name: layout}``, or one layout for all of them.
         shape: the global shape; for several tensors ``{name: shape}``.
         dtype: the dtype (string, torch or NumPy); for several tensors one for all, or ``{name: dtype}``.
-        strategy: a name in :data:`reshard.planner.registry.STRATEGIES` or a strategy function. None or "auto" picks
-            the one predicted to be fastest, usually "multicast"; ``plan.strategy`` names it.
+        strategy: a name in :data:`reshard.planner.strategy_registry.STRATEGIES` or a strategy function. None or "auto"
+            picks the one predicted to be fastest, usually "multicast"; ``plan.strategy`` names it.
         topology: the hosts, links and pods of the ranks; None puts all ranks on one host.
         staging_bytes: staging memory of each rank in bytes, beyond its shards; 64 MiB by default.
         compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`), or a
@@ -121,7 +121,7 @@ def plan_tensors(
     regions = sum(spec.num_tasks * height for spec, height in zip(leads, heights, strict=True))
     holdings = max(sum(spec.num_holdings for spec in leads), regions)
     if holdings > MAX_HOLDINGS:
-        largest = min(DIRECT_CHUNK_BYTES, staging_bytes // STAGING_PARTS)
+        largest = min(UNPACKED_CHUNK_BYTES, staging_bytes // STAGING_PARTS)
         topology.check_covers(participants)
         rotation = RotationPlan.find(tensors, topology, staging_bytes, largest) if function is None else None
         if rotation is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from reshard.plan import Transfers, cut_chunks
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import ranges
 from reshard.sharding import AnyLayout, TensorSpec
 from reshard.topology import Topology
@@ -88,7 +88,7 @@ def unstack(transfers: Transfers, stacks: Stacks) -> Transfers:
     return Transfers.unchecked(
         **arrays
         | {
-            "box_at": np.concatenate([[0], np.cumsum(height)])[transfers.box_at],
+            "box_offsets": np.concatenate([[0], np.cumsum(height)])[transfers.box_offsets],
             "box_tensor": stacks.tensor[member],
             "box_start": np.ascontiguousarray(transfers.box_start[box, 1:]),
             "box_stop": np.ascontiguousarray(transfers.box_stop[box, 1:]),
@@ -109,24 +109,24 @@ def _split_chunks(transfers: Transfers) -> Transfers:
     chunk = ranges(np.zeros_like(count), count)
     start, stop = cut_chunks(transfers, of[cut], chunk[cut], first[of[cut]])
     region = transfers.region[of]
-    region[cut] = len(transfers.box_at) - 1 + np.arange(len(cut))
+    region[cut] = len(transfers.box_offsets) - 1 + np.arange(len(cut))
     new_index = np.cumsum(count) - count  # of a transfer that is not cut
-    num_edges, num_after = np.diff(transfers.edge_at)[of], np.diff(transfers.after_at)[of]
-    edge = ranges(transfers.edge_at[of], num_edges)
-    after = transfers.after[ranges(transfers.after_at[of], num_after)]
+    num_edges, num_after = np.diff(transfers.edge_offsets)[of], np.diff(transfers.after_offsets)[of]
+    edge = ranges(transfers.edge_offsets[of], num_edges)
+    after = transfers.after[ranges(transfers.after_offsets[of], num_after)]
     source = transfers.source[of]
     return Transfers.unchecked(
-        box_at=np.concatenate([transfers.box_at, transfers.box_at[-1] + 1 + np.arange(len(cut))]),
+        box_offsets=np.concatenate([transfers.box_offsets, transfers.box_offsets[-1] + 1 + np.arange(len(cut))]),
         box_tensor=np.concatenate([transfers.box_tensor, transfers.box_tensor[first[of[cut]]]]),
         box_start=np.concatenate([transfers.box_start, start]),
         box_stop=np.concatenate([transfers.box_stop, stop]),
         region=region,
-        edge_at=np.concatenate([[0], np.cumsum(num_edges)]),
+        edge_offsets=np.concatenate([[0], np.cumsum(num_edges)]),
         sender=transfers.sender[edge],
         receiver=transfers.receiver[edge],
         splits=np.where(is_cut[of][:, None], 1, transfers.splits[of]),
         window=transfers.window[of],
-        after_at=np.concatenate([[0], np.cumsum(num_after)]),
+        after_offsets=np.concatenate([[0], np.cumsum(num_after)]),
         after=new_index[after],
         source=np.where(source < 0, source, new_index[source]),
     )

@@ -1,2 +1,2 @@
 from .actor_mesh import ActorMesh as ActorMesh, ShardedArray as ShardedArray
-from .transfer import reshard as reshard, run as run
+from .driver_calls import reshard as reshard, run as run

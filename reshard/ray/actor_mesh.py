@@ -22,7 +22,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, MeshError, RemoteError, TransferTimeoutError
 from reshard.formatting import brief
 from reshard.ray.driver import call_actors, check_open, session, store_address
-from reshard.ray.worker import Device, check_unmasked, pack_array, shard_of, unpack_array, whole_of
+from reshard.ray.rank_actor import Device, check_unmasked, pack_array, shard_of, unpack_array, whole_of
 from reshard.sharding import MAX_RANK, Layout, Mesh, check_integer, check_shape, cut_shards
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 

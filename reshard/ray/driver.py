@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayError
 
 from reshard.coordination import rebuild_error
 from reshard.errors import ArgumentError, RankLostError, RemoteError, ReshardError, TransferTimeoutError
-from reshard.ray.worker import StoreServer
+from reshard.ray.rank_actor import StoreServer
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
 #: After the first error of an actor, how long the driver waits for the results of the others.

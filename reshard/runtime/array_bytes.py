@@ -1,7 +1,7 @@
 """Bytes of torch tensors: copies in row-major order, flat views, and digests.
 
 These digests depend on the order of the bytes. So compare only arrays that hold the same region. The digests of
-:mod:`reshard.weights.model.digests` do not depend on how a tensor is sharded.
+:mod:`reshard.weights.model.region_digests` do not depend on how a tensor is sharded.
 """
 
 from __future__ import annotations

@@ -48,14 +48,14 @@ def box_span(shape: Sequence[int], itemsize: int, box: Sequence[slice]) -> tuple
     return at, at + nbytes
 
 
-def copy_runs(src: Any, dst: Any, src_at: np.ndarray, dst_at: np.ndarray, length: np.ndarray) -> None:
-    """Copy ``length[i]`` bytes from ``src[src_at[i]]`` to ``dst[dst_at[i]]``, for every i.
+def copy_runs(src: Any, dst: Any, src_offsets: np.ndarray, dst_offsets: np.ndarray, length: np.ndarray) -> None:
+    """Copy ``length[i]`` bytes from ``src[src_offsets[i]]`` to ``dst[dst_offsets[i]]``, for every i.
 
     Args:
         src, dst: flat uint8 arrays.
-        src_at, dst_at, length: ``(runs,)`` int64.
+        src_offsets, dst_offsets, length: ``(runs,)`` int64.
 
     Raises:
         ValueError: the index arrays differ in size. IndexError: a run is outside its array; nothing was copied.
     """
-    _native.copy_runs(src, dst, src_at, dst_at, length)
+    _native.copy_runs(src, dst, src_offsets, dst_offsets, length)

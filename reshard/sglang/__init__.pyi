@@ -1,2 +1,2 @@
-from .trainer import Trainer as Trainer
-from .worker import load_weights as load_weights
+from .sglang_trainer import Trainer as Trainer
+from .sglang_worker import load_weights as load_weights

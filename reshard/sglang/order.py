@@ -16,7 +16,7 @@ Pairs = Sequence[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Order:
+class InstallOrder:
     """The order to install ``version`` of a trainer. The first worker appends its failure, or none, to ``answer``.
 
     ``host`` and ``port`` are the address of the trainer's store. ``trainer`` is unique among all trainers.
@@ -36,11 +36,11 @@ class Order:
         return [(json.dumps(asdict(self)), torch.empty(0))]
 
 
-def read_order(named_tensors: Pairs) -> Order:
+def read_order(named_tensors: Pairs) -> InstallOrder:
     """The order that a worker has got. Raises ArgumentError if these tensors come from elsewhere."""
     try:
         ((text, _),) = named_tensors
-        return Order(**json.loads(text))
+        return InstallOrder(**json.loads(text))
     except (ValueError, TypeError) as error:
         raise ArgumentError(
             f"{LOADER} takes the order of a reshard.sglang.Trainer, not {len(named_tensors)} tensors such as "

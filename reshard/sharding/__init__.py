@@ -3,7 +3,7 @@
 Imports only the modules at the root of :mod:`reshard`, and the sizes of :mod:`reshard.codecs`.
 """
 
-from reshard.sharding import drawing as drawing  # registers the drawing of a layout
+from reshard.sharding import layout_drawing as layout_drawing  # registers the drawing of a layout
 from reshard.sharding.block_grid import compress_tensor
 from reshard.sharding.box_search import find_overlapping, locate_points
 from reshard.sharding.dim_cuts import MAX_NDIM, check_shape

@@ -3,9 +3,17 @@
 Imports the root and :mod:`reshard.sharding`.
 """
 
-from reshard.topology.files import parse_rate, read_topology, topology_from_json, topology_to_json
-from reshard.topology.model import INSIDE_MESSAGE_SECONDS, MAX_NICS, MESSAGE_SECONDS, CodecRate, Host, Link, Topology
-from reshard.topology.presets import MACHINES, load_preset
+from reshard.topology.machine_presets import MACHINES, load_preset
+from reshard.topology.topology import (
+    INSIDE_MESSAGE_SECONDS,
+    MAX_NICS,
+    MESSAGE_SECONDS,
+    CodecRate,
+    Host,
+    Link,
+    Topology,
+)
+from reshard.topology.topology_files import parse_rate, read_topology, topology_from_json, topology_to_json
 
 __all__ = [
     "INSIDE_MESSAGE_SECONDS",

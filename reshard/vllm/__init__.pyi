@@ -1,1 +1,1 @@
-from .trainer import TrainerEngine as TrainerEngine, TrainerInitInfo as TrainerInitInfo
+from .vllm_trainer import TrainerEngine as TrainerEngine, TrainerInitInfo as TrainerInitInfo

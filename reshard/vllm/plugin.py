@@ -10,5 +10,5 @@ def register() -> None:
     """Register the backend for workers and trainers. vLLM imports the classes when it makes one."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
-    WeightTransferEngineFactory.register_engine(BACKEND, "reshard.vllm.worker", "WorkerEngine")
-    WeightTransferTrainerFactory.register_engine(BACKEND, "reshard.vllm.trainer", "TrainerEngine")
+    WeightTransferEngineFactory.register_engine(BACKEND, "reshard.vllm.vllm_worker", "WorkerEngine")
+    WeightTransferTrainerFactory.register_engine(BACKEND, "reshard.vllm.vllm_trainer", "TrainerEngine")

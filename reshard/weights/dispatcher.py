@@ -14,7 +14,7 @@ import torch.distributed as dist
 from reshard.coordination import describe_error
 from reshard.errors import ArgumentError, PlanError, RemoteError, ReshardError
 from reshard.formatting import describe_ranks
-from reshard.weights.membership.mailbox import Message
+from reshard.weights.membership.mailbox import MailboxMessage
 from reshard.weights.membership.roster import Latest, Member
 from reshard.weights.membership.survivors import on_ranks
 from reshard.weights.membership.team import Team
@@ -119,7 +119,7 @@ class Dispatcher:
         self._refused: dict[str, str] = {}
         self._asked: list[str] = []  # engines that want the last version
 
-    def act(self, message: Message) -> None:
+    def act(self, message: MailboxMessage) -> None:
         """Act on a message."""
         kind, job = message["kind"], self._job
         if kind == "publish":
@@ -148,7 +148,7 @@ class Dispatcher:
         held = [engine for engine in engines if roster.held(engine.id) == version]
         self._begin(version, [engine for engine in engines if engine not in held], is_published=True, held=held)
 
-    def end_sending(self, message: Message, outcome: Outcome) -> None:
+    def end_sending(self, message: MailboxMessage, outcome: Outcome) -> None:
         """Note that this rank has sent, or has failed to."""
         job = self._job
         assert job is not None
@@ -335,7 +335,7 @@ class Dispatcher:
         timer.daemon = True
         timer.start()
 
-    def _post_tick(self, message: Message) -> None:
+    def _post_tick(self, message: MailboxMessage) -> None:
         while not self._team.is_closed:
             try:
                 self._team.outbox.post(self._address, message)
@@ -345,5 +345,5 @@ class Dispatcher:
             except RuntimeError:  # it is silent: without ticks, the version would wait for ever
                 continue
 
-    def _post(self, member: Member, message: Message) -> None:
+    def _post(self, member: Member, message: MailboxMessage) -> None:
         self._team.outbox.post(member.address(), message)

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 import xxhash
 
-from reshard.api.handle import Handle, times_of
 from reshard.api.lossless.encoding import find_capacities
 from reshard.api.lossless.regions import Bucket, Region, find_buckets
 from reshard.api.mover import Mover
+from reshard.api.transfers.handle import Handle, times_of
 from reshard.errors import ArgumentError, DisagreementError, RemoteError
 from reshard.formatting import format_ranks
 from reshard.planner import plan_tensors

@@ -14,7 +14,7 @@ from reshard.weights.model.holdings import Shard, Value, read_state, synchronize
 from reshard.weights.model.pieces import RegionPair
 from reshard.weights.recorded_loader import LoadWeights, Recording
 
-Arrays = dict[str, torch.Tensor]
+TensorsByName = dict[str, torch.Tensor]
 #: Elements that are cast at a time.
 _CAST_ELEMENTS = 1 << 20
 
@@ -28,10 +28,12 @@ class Installer(Protocol):
 
     keeps_last: bool
 
-    def allocate(self, pieces: Sequence[RegionPair], known: Arrays) -> Arrays:
+    def allocate(self, pieces: Sequence[RegionPair], known: TensorsByName) -> TensorsByName:
         """Memory for a version by name, in the dtypes of the pieces. ``known`` is used again where it fits."""
 
-    def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
+    def install(
+        self, arrays: TensorsByName, values: Mapping[str, Value], is_right: Callable[[TensorsByName], bool]
+    ) -> None:
         """Put a version into the engine.
 
         Args:
@@ -52,7 +54,7 @@ class CopyIntoModel:
     def __init__(self, model: Any, shards: Mapping[str, Shard] | None) -> None:
         self._model, self._shards = model, shards
 
-    def allocate(self, pieces: Sequence[RegionPair], known: Arrays) -> Arrays:
+    def allocate(self, pieces: Sequence[RegionPair], known: TensorsByName) -> TensorsByName:
         """See :class:`Installer`."""
         held = read_state(self._model, self._shards).holdings
         arrays = {}
@@ -63,7 +65,9 @@ class CopyIntoModel:
                 arrays[name] = _allocate(like.shape, piece.dtype, like.device, known.get(name))
         return arrays
 
-    def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
+    def install(
+        self, arrays: TensorsByName, values: Mapping[str, Value], is_right: Callable[[TensorsByName], bool]
+    ) -> None:
         """See :class:`Installer`."""
         held = read_state(self._model, self._shards).holdings
         live = {name: held[name].array for name in arrays}
@@ -88,7 +92,7 @@ class ReceiveInPlace:
     def __init__(self, model: Any, shards: Mapping[str, Shard] | None) -> None:
         self._model, self._shards = model, shards
 
-    def allocate(self, pieces: Sequence[RegionPair], known: Arrays) -> Arrays:
+    def allocate(self, pieces: Sequence[RegionPair], known: TensorsByName) -> TensorsByName:
         """See :class:`Installer`. The arrays are those of the model."""
         held = read_state(self._model, self._shards).holdings
         for piece in pieces:
@@ -100,7 +104,9 @@ class ReceiveInPlace:
                 )
         return {piece.target.name: held[piece.target.name].array for piece in pieces if piece.target.name in held}
 
-    def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
+    def install(
+        self, arrays: TensorsByName, values: Mapping[str, Value], is_right: Callable[[TensorsByName], bool]
+    ) -> None:
         """See :class:`Installer`."""
         mark_written(arrays.values())
         write_values(self._model, values)
@@ -119,7 +125,7 @@ class LoadThroughEngine:
     def __init__(self, load_weights: LoadWeights) -> None:
         self._load_weights = load_weights
 
-    def allocate(self, pieces: Sequence[RegionPair], known: Arrays) -> Arrays:
+    def allocate(self, pieces: Sequence[RegionPair], known: TensorsByName) -> TensorsByName:
         """See :class:`Installer`."""
         cpu = torch.device("cpu")
         return {
@@ -127,7 +133,9 @@ class LoadThroughEngine:
             for piece in pieces
         }
 
-    def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
+    def install(
+        self, arrays: TensorsByName, values: Mapping[str, Value], is_right: Callable[[TensorsByName], bool]
+    ) -> None:
         """See :class:`Installer`."""
         self._load_weights(iter(arrays.items()))
         if not is_right(arrays):
@@ -142,7 +150,7 @@ class CopyAsRecorded:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
 
-    def allocate(self, pieces: Sequence[RegionPair], known: Arrays) -> Arrays:
+    def allocate(self, pieces: Sequence[RegionPair], known: TensorsByName) -> TensorsByName:
         """See :class:`Installer`."""
         recording, arrays = self._recording, {}
         for name, dtype in {piece.target.name: piece.dtype for piece in pieces}.items():
@@ -150,7 +158,9 @@ class CopyAsRecorded:
                 arrays[name] = _allocate(recording.shape(name), dtype, recording.device, known.get(name))
         return arrays
 
-    def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
+    def install(
+        self, arrays: TensorsByName, values: Mapping[str, Value], is_right: Callable[[TensorsByName], bool]
+    ) -> None:
         """See :class:`Installer`. What has arrived is verified, and compared with the parameters bit for bit."""
         regions = list(self._recording.replay(arrays))
         synchronize(region for region, _ in regions)

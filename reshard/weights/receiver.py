@@ -16,9 +16,9 @@ import torch.distributed as dist
 from reshard.coordination import describe_error, rebuild_error
 from reshard.errors import RemoteError, ReshardError, TransferTimeoutError
 from reshard.weights.encoded import EncodedTransfers
-from reshard.weights.install import Arrays, Installer, ReceiveInPlace
+from reshard.weights.install import Installer, ReceiveInPlace, TensorsByName
 from reshard.weights.membership.attempts import SWAP, key_of
-from reshard.weights.membership.mailbox import Message
+from reshard.weights.membership.mailbox import MailboxMessage
 from reshard.weights.membership.survivors import on_ranks
 from reshard.weights.membership.team import AGREE_SECONDS, Team, exchange, lost_store_error, run_collectively
 from reshard.weights.model.holdings import Value
@@ -72,14 +72,14 @@ class Receiver:
         self._pieces: list[RegionPair] = []
         self._tied: Mapping[str, str] = {}
         self._checker: Checker | None = None
-        self._shadow: Arrays = {}
+        self._shadow: TensorsByName = {}
         self._arrived: int | None = None  # the version in the shadow, if this rank has all of it
         self._complete: int | None = None  # the last version that all ranks have and that is verified
-        self._complete_arrays: Arrays = {}
+        self._complete_arrays: TensorsByName = {}
         self._digests: RegionDigests = ["", ""]  # of the last version
         self._values: Mapping[str, Value] = {}
-        self._kept: tuple[Arrays, Mapping[str, Value], RegionDigests] = {}, {}, ["", ""]  # what is installed
-        self._spare: Arrays = {}  # memory of what was installed before
+        self._kept: tuple[TensorsByName, Mapping[str, Value], RegionDigests] = {}, {}, ["", ""]  # what is installed
+        self._spare: TensorsByName = {}  # memory of what was installed before
         self._leader = _Leader(self, team) if team.is_leader else None
 
     # For the threads of the user
@@ -162,7 +162,7 @@ class Receiver:
             self._route[1].close()
             self._route = self._encoded = None
 
-    def act(self, message: Message) -> None:
+    def act(self, message: MailboxMessage) -> None:
         """Act on a message."""
         kind = message["kind"]
         if kind in _RELAYED:
@@ -179,19 +179,19 @@ class Receiver:
         elif self._leader is not None:
             self._leader.act(message)
 
-    def _ping(self, message: Message) -> None:
+    def _ping(self, message: MailboxMessage) -> None:
         self._team.answer_ping(message)
 
-    def _refused(self, message: Message) -> None:
+    def _refused(self, message: MailboxMessage) -> None:
         self.fail(rebuild_error(*message["failed"]))
 
-    def _dropped(self, message: Message) -> None:
+    def _dropped(self, message: MailboxMessage) -> None:
         self._problem = message["why"]
         if self._leader is not None:
             self._team.roster.enlist(self._team.id)
             self._leader.fetch()
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: MailboxMessage) -> None:
         """Receive a version into the shadow."""
         self._arrived = None
         try:
@@ -248,7 +248,7 @@ class Receiver:
             self._is_receiving = False
             self._changed.notify_all()
 
-    def _find_route(self, message: Message) -> Route:
+    def _find_route(self, message: MailboxMessage) -> Route:
         """The connections over which a version comes, and memory for it."""
         is_new = self._route is None or self._route[0] != message["route"]
         if is_new:
@@ -280,7 +280,7 @@ class Receiver:
         assert self._route is not None
         return self._route[1]
 
-    def _verify(self, message: Message) -> None:
+    def _verify(self, message: MailboxMessage) -> None:
         """Compare the digests of the shadow with those of the trainer, on all ranks."""
         version = message["version"]
         own: RegionDigests = ["", ""]
@@ -315,7 +315,7 @@ class Receiver:
         if self._leader is not None:
             self._leader.end_receiving(message, failed, self._complete)
 
-    def _serve(self, message: Message) -> None:
+    def _serve(self, message: MailboxMessage) -> None:
         """Send the last version to another engine."""
         if self._complete != message["version"]:
             return
@@ -334,7 +334,7 @@ class Receiver:
         except Exception as error:
             self._problem = str(error)
 
-    def _swap(self, message: Message) -> None:
+    def _swap(self, message: MailboxMessage) -> None:
         """Install the last version on all ranks, or on none. The thread that waits in ``update`` does it."""
         error: ReshardError | None = None
         last, self.live = self.live, None
@@ -358,7 +358,7 @@ class Receiver:
             self.swap_error, self.swapped = error, message["attempt"]
             self._changed.notify_all()
 
-    def _install(self, arrays: Arrays, values: Mapping[str, Value], digests: RegionDigests) -> None:
+    def _install(self, arrays: TensorsByName, values: Mapping[str, Value], digests: RegionDigests) -> None:
         """Install a version. If that fails on one rank, all ranks raise its error."""
 
         def install() -> dict[str, Any]:
@@ -404,7 +404,7 @@ def _run(function: Callable[[], None], future: Future[None]) -> BaseException | 
     return None
 
 
-def _shares(first: Arrays, second: Arrays) -> bool:
+def _shares(first: TensorsByName, second: TensorsByName) -> bool:
     """Whether two versions are in the same memory."""
     return any(array is second.get(name) for name, array in first.items())
 
@@ -419,7 +419,7 @@ class _Leader:
         self._given: int | None = None  # the last version that was swapped in
         self._asked: list[str] = []  # engines that were asked for the last version
 
-    def act(self, message: Message) -> None:
+    def act(self, message: MailboxMessage) -> None:
         """Act on a message."""
         kind = message["kind"]
         if kind == "want":
@@ -439,7 +439,7 @@ class _Leader:
         """Stop swaps, because a new version arrives in the memory of the last one."""
         self._complete = None
 
-    def end_receiving(self, message: Message, failed: Any, complete: int | None) -> None:
+    def end_receiving(self, message: MailboxMessage, failed: Any, complete: int | None) -> None:
         """Note that all ranks hold a version, or why they do not."""
         self._complete = complete
         self._team.roster.set_held(self._team.id, complete)

@@ -17,7 +17,7 @@ from reshard.weights.mapping.parts import Region
 from reshard.weights.mapping.rules import Drop, match_names
 from reshard.weights.mapping.strided import view_of_tensor
 from reshard.weights.model.holdings import Holding, ModelState, join_dim
-from reshard.weights.model.loader_trace import Fill, ParameterRegion, Tensors, TracedCopy, trace_loader
+from reshard.weights.model.loader_trace import Fill, NamedTensors, ParameterRegion, TracedCopy, trace_loader
 from reshard.weights.model.manifest import Manifest, state_of_rank
 from reshard.weights.model.pieces import Side
 from reshard.weights.param_meta import read_metas
@@ -47,8 +47,8 @@ def record(
     versions are copied as recorded, and the loader does not run again.
 
     Args:
-        load_weights: takes an iterable of ``(name, tensor)`` pairs, as ``load_weights`` of vLLM's models does. Tensors
-            that it leaves out do not travel to the engine.
+        load_weights: takes an iterable of ``(name, tensor)`` pairs, as ``load_weights`` of vLLM's models does.
+            Tensors that it leaves out do not travel to the engine.
         kept: patterns of parameters that the loader need not write, for example ``"{p}.k_scale"``.
         metas: the tensors that the trainer will publish, as vLLM's ``ParamMeta`` of each tensor. Default: the tensors
             that a trainer publishes when the Subscriber is made.
@@ -121,7 +121,7 @@ class Recording:
         tensors, _ = _tensors_of(self._model)
         return [tensors[name] for name in dict.fromkeys(step.target.name for step in self._steps)]
 
-    def replay(self, arrays: Tensors) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    def replay(self, arrays: NamedTensors) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
         """Write the arrays into the parameters; then yield each region of a parameter and the values that belong there.
 
         Args:
@@ -146,7 +146,7 @@ class Recording:
             if isinstance(step, TracedCopy):
                 yield step.target.view(tensors[step.target.name]), self._view(step.source, arrays)
 
-    def _view(self, side: Side, arrays: Tensors) -> torch.Tensor:
+    def _view(self, side: Side, arrays: NamedTensors) -> torch.Tensor:
         return side.view(arrays[side.name], self.held[side.name])
 
 
@@ -208,7 +208,7 @@ def _join_along(boxes: set[Box], dim: int) -> set[Box]:
     return joined
 
 
-def _check_writes(steps: Sequence[TracedCopy | Fill], tensors: Tensors, needed: set[str]) -> None:
+def _check_writes(steps: Sequence[TracedCopy | Fill], tensors: NamedTensors, needed: set[str]) -> None:
     """Raise ArgumentError unless each element of a parameter is loaded or filled once.
 
     Args:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.api.handle import Handle
 from reshard.api.mover import Mover
-from reshard.api.plan_per_host import plan_in_group
+from reshard.api.preparation.plan_per_host import plan_in_group
+from reshard.api.transfers.handle import Handle
 from reshard.coordination import Group, join
 from reshard.coordination.topology_discovery import find_topology
 from reshard.cost import find_bound

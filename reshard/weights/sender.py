@@ -15,7 +15,7 @@ from reshard.errors import ReshardError
 from reshard.weights.dispatcher import DISPATCH_CHECK_INTERVAL_SECONDS, Dispatcher, Outcome
 from reshard.weights.encoded import EncodedTransfers, RawHandle, SendingHandle
 from reshard.weights.format_choice import FormatChoice, keeps_base
-from reshard.weights.membership.mailbox import Message
+from reshard.weights.membership.mailbox import MailboxMessage
 from reshard.weights.membership.survivors import on_ranks
 from reshard.weights.membership.team import AGREE_SECONDS, Team, run_collectively
 from reshard.weights.model.holdings import Value
@@ -60,7 +60,7 @@ class Sender:
         self._rank = team.rank  # among the ranks that send
         self._dispatcher = self._make_dispatcher() if team.is_leader else None
 
-    def act(self, message: Message) -> None:
+    def act(self, message: MailboxMessage) -> None:
         """Act on a message."""
         kind = message["kind"]
         if kind == "send":
@@ -127,7 +127,7 @@ class Sender:
             self._dispatcher = self._make_dispatcher()
             self._dispatcher.take_over(self._snapshot.version)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: MailboxMessage) -> None:
         """Send the snapshot to the engines of a message; every rank of the trainer does so at the same time."""
         times: dict[str, Any] = {}
         values: dict[str, Value] = {}
@@ -171,7 +171,7 @@ class Sender:
         if self._dispatcher is not None:
             self._dispatcher.end_sending(message, outcome)
 
-    def _start(self, route: Route, message: Message) -> SendingHandle | RawHandle:
+    def _start(self, route: Route, message: MailboxMessage) -> SendingHandle | RawHandle:
         """Start to send the snapshot over a route."""
         if not message["encoded"]:
             return RawHandle(route, self._snapshot.arrays)
@@ -185,7 +185,7 @@ class Sender:
             )
         return self._encoded.start_sending(snapshot.arrays, None if base is None else snapshot.base, problem)
 
-    def _note_transfer(self, message: Message, reports: Mapping[int, Any], plain: int) -> dict[str, Any]:
+    def _note_transfer(self, message: MailboxMessage, reports: Mapping[int, Any], plain: int) -> dict[str, Any]:
         """Learn the rate of the link from a transfer; returns the entries of the report of the version."""
         route_and_format = message["route"], message["encoded"]
         seconds, nbytes = (max(report[name] for report in reports.values()) for name in ("seconds", "nbytes"))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from reshard.api.mover import Mover
-from reshard.api.plan_per_host import plan_in_group
+from reshard.api.preparation.plan_per_host import plan_in_group
 from reshard.coordination import Group, find_group, leave_interrupted, publish_exceptions, publish_interruption
 from reshard.coordination.topology_discovery import find_topology
 from reshard.errors import ArgumentError
@@ -19,7 +19,7 @@ from reshard.runtime.autograd import mark_written
 from reshard.sharding import TensorSpec
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
-from reshard.weights.install import Arrays
+from reshard.weights.install import TensorsByName
 from reshard.weights.mapping.rules import Rule, check_rules
 from reshard.weights.membership.team import run_collectively
 from reshard.weights.model.holdings import ModelState, read_state, write_values
@@ -126,7 +126,7 @@ def transfer_state_dict(
         write_values(dst, source.values)
 
 
-def _verify(group: Group, checker: Checker, sent: Arrays, landed: Arrays, seconds: float) -> None:
+def _verify(group: Group, checker: Checker, sent: TensorsByName, landed: TensorsByName, seconds: float) -> None:
     """Compare the digests of what has landed on any rank with those of the source."""
 
     def digest() -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _quantize(
     rules: Sequence[Quantize],
     source: Manifest,
     state: ModelState | None,
-    sent: Arrays,
+    sent: TensorsByName,
     seconds: float,
 ) -> Manifest:
     """Replace tensors of the source by quantized ones; returns the manifest of those."""
@@ -179,7 +179,7 @@ def _receive_buffer(array: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _views(
-    tensors: Sequence[TensorSpec], sides: Sequence[Side], model: Manifest, arrays: Arrays, rank: int
+    tensors: Sequence[TensorSpec], sides: Sequence[Side], model: Manifest, arrays: TensorsByName, rank: int
 ) -> dict[str | None, torch.Tensor | None]:
     """The parts of each tensor of a plan that a rank holds."""
     pairs = zip(tensors, sides, strict=True)

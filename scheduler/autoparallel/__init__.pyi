@@ -1,10 +1,10 @@
 from .costs.layer_costs import MIXED_PRECISION as MIXED_PRECISION, StateBytes as StateBytes
-from .inputs.choices import Choice as Choice, ChoiceRules as ChoiceRules
 from .inputs.cluster import Cluster as Cluster
+from .inputs.layer_choices import Choice as Choice, ChoiceRules as ChoiceRules
 from .inputs.layer_graph import Layer as Layer, LayerGraph as LayerGraph, Tensor as Tensor
 from .inputs.layer_profile import LayerProfile as LayerProfile
+from .modules.layer_tracing import trace_module as trace_module
 from .modules.profiling import profile_layers as profile_layers
-from .modules.tracing import trace_module as trace_module
 from .result.training_plan import TrainingPlan as TrainingPlan
 from .searching import search as search
 from .tuning import tune as tune

@@ -14,7 +14,7 @@ from ..ir.text import format_schedule
 from ..simulation.replay import simulate_schedule
 from .costs.codec_costs import parts_of_policy, with_codecs
 from .costs.iteration import Evaluation, step_seconds
-from .costs.problem import Candidate, SearchProblem
+from .costs.search_problem import Candidate, SearchProblem
 from .inputs.layer_graph import Layer
 from .inputs.stages import StagePlan
 from .methods.bounds import step_bound_of_any

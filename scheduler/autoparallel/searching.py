@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ArgumentError
 from reshard.formatting import did_you_mean
 
-from .choosing import choose
+from .codec_choice import choose
 from .costs.layer_costs import StateBytes
-from .costs.problem import SearchProblem
+from .costs.search_problem import SearchProblem
 from .device_subsets import choose_part
-from .inputs.choices import Choice, ChoiceRules, GridShape
 from .inputs.cluster import Cluster
+from .inputs.layer_choices import Choice, ChoiceRules, GridShape
 from .inputs.layer_graph import LayerGraph
 from .inputs.layer_profile import LayerProfile
-from .methods.auto import Method
+from .methods.auto_method import Method
 from .methods.bounds import step_bound_of_any
 from .plan_making import make_training_plan
 from .result.training_plan import TrainingPlan

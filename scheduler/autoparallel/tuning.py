@@ -17,8 +17,8 @@ from reshard.formatting import brief
 from ..ir.actions import Kind
 from ..simulation.replay import PipelineTimeline
 from .costs.grid_costs import compute_share
-from .costs.problem import SearchProblem
-from .inputs.choices import shard_1d
+from .costs.search_problem import SearchProblem
+from .inputs.layer_choices import shard_1d
 from .inputs.layer_profile import LayerProfile, LayerTimes
 from .inputs.stages import StagePlan
 from .result.training_plan import TrainingPlan

@@ -3,4 +3,4 @@
 May import ``graph`` and ``costs`` of ``reshard.scheduler``, and every package of ``reshard``.
 """
 
-from . import drawing as drawing  # registers the drawing of a schedule
+from . import schedule_drawing as schedule_drawing  # registers the drawing of a schedule

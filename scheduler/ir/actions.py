@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from reshard.errors import ScheduleError
 from reshard.formatting import brief
 
-from ..graph import Stage
+from ..pipeline import Stage
 
 
 class Kind(enum.StrEnum):

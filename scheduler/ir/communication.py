@@ -11,7 +11,7 @@ import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 
-from ..graph import Pipeline
+from ..pipeline import Pipeline
 from .actions import Action, Kind, StageChannel, compute_seconds
 from .schedule import Schedule
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..graph import Pipeline
+from ..pipeline import Pipeline
 from .actions import Action, Kind, StageChannel, compute_seconds
 
 if TYPE_CHECKING:

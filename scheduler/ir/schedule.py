@@ -16,7 +16,7 @@ from reshard.drawing import Drawn
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.formatting import brief
 
-from ..graph import Pipeline, check_pipeline
+from ..pipeline import Pipeline, check_pipeline
 from .actions import Action, Kind
 from .dependency_graph import build_dependency_graph
 

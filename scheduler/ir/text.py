@@ -19,7 +19,7 @@ from dataclasses import replace
 from reshard.arguments import check_arguments
 from reshard.errors import ScheduleError
 
-from ..graph import Pipeline, check_pipeline
+from ..pipeline import Pipeline, check_pipeline
 from .actions import Action, Kind
 from .communication import add_transfers
 from .schedule import MAX_ACTIONS, Schedule

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ..graph import Edge, Pipeline
 from ..ir.actions import StageChannel
 from ..ir.schedule import Schedule
+from ..pipeline import Edge, Pipeline
 from ..simulation.replay import simulate_schedule
 
 #: Codecs pay only if the iteration becomes shorter by at least this share.

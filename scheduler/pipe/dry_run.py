@@ -18,7 +18,7 @@ from .stage_planner import MAX_GRAPHS, StagePlanner
 #: Stage, number of samples, and entries of a batch.
 Key = tuple[int, int, tuple[BatchEntry, ...]]
 #: ``shard(module)`` shards a copy of a stage's module in place, as this rank shards the stage, without moving data.
-Shard = Callable[[torch.nn.Module], None]
+ShardModule = Callable[[torch.nn.Module], None]
 
 
 class DryRun:
@@ -46,7 +46,7 @@ class DryRun:
         engine: Engine,
         planner: StagePlanner,
         fsdp_stages: Collection[int],
-        shards: Mapping[int, Shard | None],
+        shards: Mapping[int, ShardModule | None],
         sequence_parts: Mapping[int, int],
     ) -> None:
         self._engine, self._planner = engine, planner

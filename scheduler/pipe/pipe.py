@@ -18,21 +18,21 @@ from reshard.formatting import brief, count_of
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
-from ..graph import MAX_COUNT, Pipeline
 from ..ir.schedule import Schedule
+from ..pipeline import MAX_COUNT, Pipeline
 from ..runtime.engine import Engine
-from ..runtime.ready_order import Order
+from ..runtime.ready_order import OrderMode
 from ..runtime.tied_params import TiedParameter
-from ..schedules.auto import auto_schedule
 from ..schedules.classic import one_f_one_b
-from .dry_run import Shard
+from ..schedules.schedule_search import auto_schedule
+from .dry_run import ShardModule
 from .partition.adapters import find_blocks
 from .partition.batches import name_batch, outline_batch, split_microbatches
 from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules, copy_stage
 from .partition.materialize import Init, is_on_meta, materialize
 from .partition.single_block import whole_model
 from .partition.stage_graph import Cut, FakeModel, StageGraph, find_ties
-from .partition.tracing import TracedCut, UntraceableError
+from .partition.traced_cut import TracedCut, UntraceableError
 from .placement import (
     PlacedStages,
     Placement,
@@ -204,7 +204,7 @@ class Pipe:
         activation_limit_bytes: int | None = None,
         compression: Policy | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        order: Order = "planned",
+        order: OrderMode = "planned",
     ) -> PipelineEngine:
         """Parallelize the stages of this rank and make the engine. Every rank must call this.
 
@@ -326,7 +326,7 @@ class Pipe:
             made[stage] = module
         return made
 
-    def _shard_of(self, stage: int, device_mesh: Any) -> Shard | None:
+    def _shard_of(self, stage: int, device_mesh: Any) -> ShardModule | None:
         """A function that shards a copy of a stage without data as this rank shards the stage; None on one rank."""
         if self.placements[stage].tp == 1:
             return None

@@ -16,9 +16,9 @@ from reshard.arguments import check_arguments, check_fields
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 
-from ..graph import MAX_COST, MAX_COUNT, Pipeline, Stage
 from ..ir.actions import Kind
 from ..ir.schedule import Schedule
+from ..pipeline import MAX_COST, MAX_COUNT, Pipeline, Stage
 from ..runtime import torch_compat
 from ..runtime.compression_policy import StageSums
 from ..runtime.warm_up import keep_buffers

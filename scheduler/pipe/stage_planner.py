@@ -15,15 +15,15 @@ from reshard.errors import ArgumentError
 from reshard.sharding import Mesh
 from reshard.topology import Topology
 
-from ..costs import price_edge
-from ..graph import Pipeline, Stage
 from ..ir.actions import StageChannel
 from ..ir.schedule import Schedule
 from ..ir.text import format_schedule, parse_schedule
 from ..passes.edge_codecs import CodecChoice, choose_codecs, compress_edges
+from ..pipeline import Pipeline, Stage
 from ..runtime.engine import Engine
-from ..runtime.executor import StepProgram
+from ..runtime.step_executor import StepProgram
 from ..simulation.validate import check_peaks, check_schedule
+from ..transfer_costs import price_edge
 from .partition.batches import BatchEntry, BatchOutline
 from .partition.stage_graph import FakeModel, StageGraph
 from .profile import ScheduleBuilder, StageProfile

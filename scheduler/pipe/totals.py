@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from reshard.errors import ArgumentError
 
-from ..runtime.executor import StageTotals
+from ..runtime.step_executor import StageTotals
 from ..simulation.replay import PipelineTimeline
 
 

@@ -12,7 +12,7 @@ from reshard.sharding import Mesh
 
 from ..runtime.data_parallel import plain_parameters
 from ..runtime.engine import Engine
-from .gradients import local_gradients
+from .gradient_norm import local_gradients
 from .stage_planner import StagePlanner
 
 #: Largest difference between ranks, relative to the norm of the gradient, and to the largest norm of the stage.

@@ -16,16 +16,16 @@ from reshard.errors import ArgumentError
 from ..ir.schedule import Schedule
 from ..runtime.data_parallel import is_fsdp, plain_parameters
 from ..runtime.engine import Engine, ending_calls
-from ..runtime.executor import RankStepResult, StageTotals, StepInputs
-from ..runtime.grad_sync import restore_gradients, stash_gradients
 from ..runtime.local_tensors import is_dtensor
+from ..runtime.replica_sync import restore_gradients, stash_gradients
+from ..runtime.step_executor import RankStepResult, StageTotals, StepInputs
 from ..schedules.classic import zb_h1
-from ..simulation.lower_bound import LowerBound, find_lower_bound
 from ..simulation.replay import PipelineTimeline, simulate_schedule
+from ..simulation.schedule_lower_bound import LowerBound, find_lower_bound
 from . import checkpoint
-from .dry_run import DryRun, Shard
+from .dry_run import DryRun, ShardModule
 from .feeding import Feeder
-from .gradients import LossScale, are_finite, check_clip, combine_norm, local_power_sum, scale_gradients
+from .gradient_norm import LossScale, are_finite, check_clip, combine_norm, local_power_sum, scale_gradients
 from .partition.batches import BatchOutline, take_samples, take_unused_sample
 from .partition.stage_mesh import ranks_with_own_loss
 from .profile import ScheduleBuilder, StageProfile, count_saved_bytes, profile_timelines, restore_training_state
@@ -62,7 +62,7 @@ class CompileOptions:
     activation_limit_bytes: int | None = None
     process_group: Any = None
     policy: Policy | None = None
-    shards: Mapping[int, Shard | None] = field(default_factory=dict)
+    shards: Mapping[int, ShardModule | None] = field(default_factory=dict)
     sequence_parts: Mapping[int, int] = field(default_factory=dict)
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reshard.codecs import CODED_DTYPES, measure_rates, parse_codec
 from reshard.compression import CompressedAllGather, CompressedReduceScatter, Policy
-from reshard.compression.collectives import Wait
+from reshard.compression.encoded_collectives import Wait
 from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import padded_size, split_by_host, sum_over_hosts
 from reshard.dtypes import dtype_name
@@ -20,15 +20,15 @@ from reshard.errors import ArgumentError
 from reshard.planner import Strategy
 from reshard.topology import CodecRate, Topology
 
-from ..costs import price_edge
-from ..graph import Pipeline
 from ..ir.schedule import Schedule
 from ..passes.edge_codecs import choose_codecs, compress_edges
+from ..pipeline import Pipeline
+from ..transfer_costs import price_edge
 from .data_parallel import is_fsdp
 from .tied_params import TiedParameters
 
 #: ``exchange(received, sent, rows)`` sends ``rows[i]`` rows to replica ``i``, and receives as many from it.
-Exchange = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
+ExchangeRows = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
 
 
 class CompressedSums:
@@ -71,7 +71,7 @@ class CompressedSums:
         is_codable = gradients.device.type == "cpu" and dtype_name(gradients.dtype) in CODED_DTYPES
         return is_codable and self.steps >= self._raw_steps
 
-    def add(self, gradients: torch.Tensor, parts: Sequence[tuple[str, int]], exchange: Exchange) -> None:
+    def add(self, gradients: torch.Tensor, parts: Sequence[tuple[str, int]], exchange: ExchangeRows) -> None:
         """Replace flat gradients by their sum over the replicas. All replicas get the same bits.
 
         Args:
@@ -152,7 +152,7 @@ class StageSums:
 class _ReplicaSubset:
     """Some of the replicas. They exchange rows over the connections of all replicas."""
 
-    def __init__(self, members: Sequence[int], own: int, num_replicas: int, exchange: Exchange) -> None:
+    def __init__(self, members: Sequence[int], own: int, num_replicas: int, exchange: ExchangeRows) -> None:
         self.size, self.index = len(members), members.index(own)
         self._rows = [int(position in members) for position in range(num_replicas)]
         self._exchange = exchange

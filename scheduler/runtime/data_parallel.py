@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.formatting import unwrapped_name
 
-from ..graph import Pipeline
+from ..pipeline import Pipeline
 from . import torch_compat
 
 

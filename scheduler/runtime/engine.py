@@ -34,8 +34,8 @@ from reshard.sharding import TensorSpec
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
-from ..graph import Pipeline
 from ..ir.schedule import Schedule
+from ..pipeline import Pipeline
 from ..simulation.replay import PipelineTimeline
 from . import torch_compat
 from .compression_policy import (
@@ -59,13 +59,13 @@ from .engine_arguments import (
     find_replica_ranks,
     read_loss_weights,
 )
-from .executor import EngineState, Iteration, RankStepResult, StepInputs, StepProgram
-from .grad_sync import ReplicaSync, wait_for_root_cause
 from .gradient_passes import GradientPasses
 from .observe import gather_timeline, gather_values, name_action
 from .p2p import StageTransfers, plan_channels
-from .ready_order import Order
+from .ready_order import OrderMode
+from .replica_sync import ReplicaSync, wait_for_root_cause
 from .stage import StageRun
+from .step_executor import EngineState, Iteration, RankStepResult, StepInputs, StepProgram
 from .tied_params import TiedParameter, TiedParameters, check_training, training_of
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class Engine:
         compression: Policy | None = None,
         signal_only: bool = False,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        order: Order = "planned",
+        order: OrderMode = "planned",
     ) -> None:
         self.schedule, self.pipeline = schedule, pipeline
         others = autocast, compression, signal_only, timeout_seconds, order

@@ -19,15 +19,15 @@ from reshard.runtime.cuda.stream import STREAMS
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology, topology_to_json
 
-from ..graph import Pipeline
 from ..ir.actions import Kind
 from ..ir.schedule import Schedule
 from ..ir.text import format_schedule
+from ..pipeline import Pipeline
 from ..simulation.validate import check_one_order, check_schedule
 from .data_parallel import LossShards, check_loss_shards, check_split
-from .grad_sync import find_replicas
 from .p2p import find_device_type
-from .ready_order import ORDERS, Order
+from .ready_order import ORDERS, OrderMode
+from .replica_sync import find_replicas
 from .stage import StageRun
 from .tied_params import TiedParameter, check_ties
 
@@ -45,7 +45,7 @@ class EngineOptions:
     compression: Policy | None
     signal_only: bool
     timeout_seconds: float
-    order: Order
+    order: OrderMode
 
     @property
     def policy(self) -> Policy:

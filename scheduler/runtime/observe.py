@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reshard.api.handle import times_of
+from reshard.api.transfers.handle import times_of
 from reshard.coordination import CallGroup, Decision, RoundRequest, resolve
 from reshard.errors import RemoteError, ReshardError
 

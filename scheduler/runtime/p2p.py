@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from reshard.api.handle import Handle, PostedTransfer, result_of
 from reshard.api.mover import Mover, check_transfers, fail_transfers, start_checked
+from reshard.api.transfers.handle import Handle, PostedTransfer, result_of
 from reshard.coordination import Group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
@@ -19,9 +19,9 @@ from reshard.runtime.cuda.stream import STREAMS
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Topology
 
-from ..costs import plan_encoded
-from ..graph import Edge, Pipeline
 from ..ir.actions import StageChannel
+from ..pipeline import Edge, Pipeline
+from ..transfer_costs import plan_encoded
 from . import torch_compat
 
 Tensors = dict[str, torch.Tensor]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..graph import Pipeline
 from ..ir.actions import Action, Kind, StageChannel
 from ..ir.schedule import Schedule
+from ..pipeline import Pipeline
 from .p2p import StageTransfers
 from .stage import SentShards, StageRun
 
@@ -86,7 +86,7 @@ def compile_actions(
     """The actions of a pp rank, in order.
 
     Args:
-        pipelines, transfers, used: see :class:`reshard.scheduler.runtime.executor.StepProgram`.
+        pipelines, transfers, used: see :class:`reshard.scheduler.runtime.step_executor.StepProgram`.
         rank, pp_rank: this rank, and its pp rank.
         stages: its stages.
     """

@@ -25,16 +25,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from ..graph import Pipeline
 from ..ir.actions import Action, Kind, StageChannel
 from ..ir.communication import RECVS_AHEAD
 from ..ir.schedule import Schedule, in_flight_change
+from ..pipeline import Pipeline
 from .p2p import PendingTransfer
 from .rank_actions import ChannelEnd, Computation, RankActions, Transfer
 
 #: ``"planned"``: compute in the order of the schedule; ``"ready"``: compute what has arrived.
-Order = Literal["planned", "ready"]
-ORDERS: tuple[Order, ...] = ("planned", "ready")
+OrderMode = Literal["planned", "ready"]
+ORDERS: tuple[OrderMode, ...] = ("planned", "ready")
 
 #: Intervals of polling: of transfers whose end does not wake the rank, and of all other transfers.
 _POLL_SECONDS, _CHECK_SECONDS = 0.0005, 0.2

@@ -15,11 +15,11 @@ import torch
 from reshard.api.arrays.tensor_checks import check_movable, wait_for_collective
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.gradients.sums import CHECK_EVERY, sum_gradients
+from reshard.gradients.declared_sums import CHECK_EVERY, sum_gradients
 from reshard.gradients.weight_grad_store import WeightGradStore
 from reshard.sharding import TensorSpec
 
-from ..graph import Pipeline
+from ..pipeline import Pipeline
 from . import torch_compat
 from .data_parallel import check_module, is_fsdp, mark_failed, no_grad_sync, prepare_backward, without_ddp
 from .local_tensors import cut_to_no_samples, full, is_dtensor, localize, sample_of_ones, starts_backward

@@ -14,7 +14,7 @@ from reshard.compression import Policy
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.sharding import AnyLayout, Layout, TensorSpec, check_shape, compress_tensor
 
-from ..graph import Pipeline
+from ..pipeline import Pipeline
 from .data_parallel import REPLICATED, find_parameter, is_sharded
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..graph import Pipeline
+from ..pipeline import Pipeline
 from . import torch_compat
 from .data_parallel import is_fsdp, no_grad_sync
 from .stage import StageRun, Tensors

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 
-from ..graph import Pipeline, check_pipeline
 from ..ir.actions import Action, Kind
 from ..ir.communication import add_transfers
 from ..ir.schedule import MAX_ACTIONS, Schedule
+from ..pipeline import Pipeline, check_pipeline
 from .phases import alternate
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 
-from ..graph import Pipeline
 from ..ir.actions import Action, Kind
 from ..ir.communication import add_transfers
 from ..ir.schedule import Schedule
+from ..pipeline import Pipeline
 from .classic import check_microbatches
 from .phases import alternate
 

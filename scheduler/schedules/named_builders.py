@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..graph import Pipeline
 from ..ir.schedule import Schedule
-from .auto import auto_schedule
-from .registry import KNOWN_SCHEDULES
+from ..pipeline import Pipeline
+from .known_schedules import KNOWN_SCHEDULES
+from .schedule_search import auto_schedule
 
 #: Functions from a pipeline with one stage on each pp rank and a number of microbatches to a schedule.
 NAMED_BUILDERS: Mapping[str, Callable[[Pipeline, int], Schedule]] = {

@@ -9,16 +9,16 @@ import numpy as np
 
 from reshard import _native
 
-from ..graph import Pipeline
 from ..ir.actions import Action, Kind, compute_seconds
 from ..ir.communication import RECVS_AHEAD
+from ..pipeline import Pipeline
 from .list_scheduling import DispatchRule
 from .phases import alternate
 
 #: Kinds of computations by number.
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
 #: For each pp rank, its computations in order: (microbatch * number of stages + stage) * 4 + kind.
-Order = list[list[int]]
+RankOrders = list[list[int]]
 
 
 class OrderModel:
@@ -39,18 +39,18 @@ class OrderModel:
                 [seconds for edge in edges for seconds in (edge.forward_seconds, edge.backward_seconds)],
                 dtype=np.float64,
             ),
-            load_at=np.cumsum([0, *map(len, loads)], dtype=np.int64),
+            load_offsets=np.cumsum([0, *map(len, loads)], dtype=np.int64),
             load_link=np.array([links[link] for item in loads for link, _ in item], dtype=np.int64),
             load_seconds=np.array([seconds for item in loads for _, seconds in item], dtype=np.float64),
             num_microbatches=num_microbatches,
         )
 
-    def order(self, policy: DispatchRule) -> Order | None:
+    def order(self, policy: DispatchRule) -> RankOrders | None:
         """The computations of each pp rank, by list scheduling; None if the policy deadlocks.
 
         A stage computes its microbatches in order.
         """
-        order: Order = self._native.order(
+        order: RankOrders = self._native.order(
             np.array(policy.max_in_flight, dtype=np.int64),
             np.array(policy.max_bytes, dtype=np.float64),
             np.array(policy.splits, dtype=np.int64),
@@ -62,32 +62,34 @@ class OrderModel:
         num_computations = sum(3 if split else 2 for split in policy.splits) * self.num
         return order if sum(map(len, order)) == num_computations else None
 
-    def makespan_seconds(self, order: Order) -> float:
+    def makespan_seconds(self, order: RankOrders) -> float:
         """The simulated makespan of all computations in an order, with transfers added; infinite if it deadlocks."""
         return max(self.end_seconds(order), default=math.inf)
 
-    def end_seconds(self, order: Order) -> list[float]:
+    def end_seconds(self, order: RankOrders) -> list[float]:
         """The simulated end of the last computation of each stage, in an order of all; empty if it deadlocks."""
         seconds: list[float] = self._native.ends(order, RECVS_AHEAD)
         return seconds
 
-    def peak_bytes(self, order: Order) -> list[float]:
+    def peak_bytes(self, order: RankOrders) -> list[float]:
         """The most bytes that each pp rank keeps at once."""
         peaks: list[float] = self._native.peak_bytes(order)
         return peaks
 
-    def numbers(self, rank_actions: Sequence[Sequence[Action]]) -> Order:
+    def numbers(self, rank_actions: Sequence[Sequence[Action]]) -> RankOrders:
         """The computations of each pp rank as numbers."""
         num, kinds = len(self.pp_rank_of_stage), {kind: number for number, kind in enumerate(KINDS)}
         return [[(a.microbatch * num + a.stage) * 4 + kinds[a.kind] for a in actions] for actions in rank_actions]
 
-    def actions(self, order: Order) -> list[list[Action]]:
+    def actions(self, order: RankOrders) -> list[list[Action]]:
         """The computations of each pp rank, from their numbers."""
         num = len(self.pp_rank_of_stage)
         return [[Action(KINDS[c & 3], (c >> 2) % num, (c >> 2) // num) for c in codes] for codes in order]
 
 
-def order_of_warmups(warmups: Sequence[int], num_microbatches: int, deferred: Sequence[int] | None = None) -> Order:
+def order_of_warmups(
+    warmups: Sequence[int], num_microbatches: int, deferred: Sequence[int] | None = None
+) -> RankOrders:
     """One stage per pp rank: each runs its warm-up forwards, then alternates backwards and forwards.
 
     Args:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from reshard.errors import ArgumentError
 
-from ..graph import Pipeline
 from ..ir.actions import Action
 from ..ir.communication import add_transfers
 from ..ir.schedule import Schedule
+from ..pipeline import Pipeline
 from .classic import check_microbatches
 from .phases import RowActions, first_microbatches
 

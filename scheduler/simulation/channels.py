@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..graph import Loads, Pipeline
 from ..ir.actions import StageChannel
+from ..pipeline import Loads, Pipeline
 
 #: Relative tolerance of times and of transferred shares: smaller differences are rounding errors.
 TOLERANCE = 1e-12

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from reshard.errors import ScheduleError
 
-from ..graph import Pipeline
 from ..ir.schedule import Schedule, check_fits
+from ..pipeline import Pipeline
 
 
 def describe_cycle(schedule: Schedule, pipeline: Pipeline) -> str:

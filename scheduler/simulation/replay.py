@@ -8,9 +8,9 @@ from functools import cached_property
 
 from reshard.errors import ArgumentError, ScheduleError
 
-from ..graph import Pipeline
 from ..ir.actions import Action, Kind, StageChannel, compute_seconds
 from ..ir.schedule import Schedule, check_fits
+from ..pipeline import Pipeline
 from .channels import TOLERANCE, ChannelState, LinkRates, StageTransfer, make_channel_states
 from .dependencies import describe_cycle
 

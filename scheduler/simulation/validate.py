@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from reshard.errors import ScheduleError
 from reshard.formatting import format_ranks
 
-from ..graph import Pipeline, check_limits
 from ..ir.actions import Action, Kind, StageChannel
 from ..ir.schedule import Schedule, check_fits
+from ..pipeline import Pipeline, check_limits
 from .replay import simulate_schedule
 
 #: An error text shows this many actions of the pp rank before and after the wrong action.

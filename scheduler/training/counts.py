@@ -13,9 +13,9 @@ from reshard.sharding import Mesh
 
 from ..pipe.partition.batches import outline_batch
 from ..pipe.partition.stage_graph import FakeModel
-from ..pipe.partition.tracing import TracedCut
+from ..pipe.partition.traced_cut import TracedCut
 from .models.making import find_cuts, make_model
-from .models.presets import GPTConfig, Preset
+from .models.model_presets import GPTConfig, Preset
 
 
 @dataclass(frozen=True)

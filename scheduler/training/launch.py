@@ -25,7 +25,7 @@ from ..autoparallel import TrainingPlan
 from ..autoparallel.tuning import Tuned
 from .loop import TrainingJob, TrainResult, check_order, make_loaders, make_pipe, train
 from .plan_search import SearchOptions, find_training_plan, share_training_plan, tune_training_plan
-from .report import check_report
+from .training_report import check_report
 
 if TYPE_CHECKING:
     from reshard.ray import ActorMesh

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from reshard.cli.progress import show_elapsed
+from reshard.cli.progress_bars import show_elapsed
 from reshard.compression import parse_policy
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
@@ -21,17 +21,17 @@ from ..ir.schedule import Schedule
 from ..pipe.pipe import Pipe
 from ..pipe.placement import parse_placements
 from ..pipe.training_engine import PipelineEngine
-from ..runtime.ready_order import Order
+from ..runtime.ready_order import OrderMode
 from ..schedules.named_builders import NAMED_BUILDERS
-from ..simulation.lower_bound import LowerBound
 from ..simulation.replay import PipelineTimeline
+from ..simulation.schedule_lower_bound import LowerBound
 from .data import BatchLoader, PictureLoader, TokenLoader, hold_out, read_tokens
 from .dump import TensorDump, dumped_steps
 from .models.making import find_cuts, layer_paths, make_model
-from .models.presets import GPTConfig, Preset
-from .progress import Progress
+from .models.model_presets import GPTConfig, Preset
 from .recipe import describe_changes
-from .report import RunFolder
+from .training_progress import Progress
+from .training_report import RunFolder
 
 #: The learning rate ends at this share of its peak.
 MIN_RATE = 0.1
@@ -76,7 +76,7 @@ class TrainingJob:
     stages: str
     layers: tuple[int, ...] = ()
     schedule: str = "auto"
-    order: Order = "planned"
+    order: OrderMode = "planned"
     compression: str | None = None
     data: str | None = None
     warmup: int = 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.cli.progress import show_elapsed
+from reshard.cli.progress_bars import show_elapsed
 from reshard.codecs import measure_rates, parse_codec
 from reshard.compression import Policy, parse_policy
 from reshard.coordination import all_gather_json, describe_error, rebuild_error
@@ -28,14 +28,14 @@ from ..autoparallel import (
     trace_module,
     tune,
 )
-from ..autoparallel.command import find_topology, parse_bytes, parse_keep
-from ..autoparallel.costs.problem import SearchProblem
-from ..autoparallel.modules.tracing import TracedModel
+from ..autoparallel.costs.search_problem import SearchProblem
+from ..autoparallel.modules.layer_tracing import TracedModel
+from ..autoparallel.search_command import find_topology, parse_bytes, parse_keep
 from ..autoparallel.searching import choose_training_plan, make_problem, warn_if_noisy
 from ..autoparallel.tuning import Measurement, Tuned
 from .loop import TrainingJob, make_loaders, make_pipe
 from .models.making import layer_paths, make_model
-from .models.presets import GPTConfig
+from .models.model_presets import GPTConfig
 
 #: Numbers of samples for which a forward is measured. Numbers above the samples of a step are skipped.
 SAMPLE_COUNTS = (1, 2, 4, 8)

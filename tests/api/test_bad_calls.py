@@ -12,7 +12,7 @@ import torch.distributed as dist
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh, RegionLayout, Topology
-from reshard.api.local import execute_local
+from reshard.api.one_process import execute_local
 from reshard.cli.html_report import plan_to_html
 from reshard.compression import parse_policy
 from reshard.errors import ArgumentError

@@ -38,8 +38,10 @@ PAIRS = [
 
 def _move(rank):
     planned = []
-    make = reshard.api.prepare.plan_tensors
-    reshard.api.prepare.plan_tensors = lambda tensors, **options: planned.extend(tensors) or make(tensors, **options)
+    make = reshard.api.preparation.prepare.plan_tensors
+    reshard.api.preparation.prepare.plan_tensors = lambda tensors, **options: (
+        planned.extend(tensors) or make(tensors, **options)
+    )
     wholes = {f"{src} {dst}": WHOLE.to(getattr(torch, src)) for src, dst in PAIRS}
     wanted = {name: whole.to(getattr(torch, name.split()[1])) for name, whole in wholes.items()}
 

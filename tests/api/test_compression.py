@@ -48,8 +48,10 @@ def _is_right(rank, layout, out, wanted):
 
 def _move(rank):
     planned = []
-    make = reshard.api.prepare.plan_tensors
-    reshard.api.prepare.plan_tensors = lambda tensors, **options: planned.extend(tensors) or make(tensors, **options)
+    make = reshard.api.preparation.prepare.plan_tensors
+    reshard.api.preparation.prepare.plan_tensors = lambda tensors, **options: (
+        planned.extend(tensors) or make(tensors, **options)
+    )
     for name in ("int8x128", "int4x128", "fp8x64", "int6x128", "int4x128-bf16"):
         casts = (("float32", "bfloat16"), ("bfloat16", "float32")) if name in ("int8x128", "fp8x64") else ()
         for src, dst in (("float32", None), *casts):
@@ -119,8 +121,8 @@ def _limits(rank):
     source = take_shard(ROWS, rank, whole)
     options = {"shape": SHAPE, "dtype": "float32", "compression": "int4x128", "topology": HOSTS}
     logged = io.StringIO()
-    logging.getLogger("reshard.api.agreed_plan").addHandler(logging.StreamHandler(logged))
-    logging.getLogger("reshard.api.agreed_plan").setLevel(logging.INFO)
+    logging.getLogger("reshard.api.preparation.agreed_plan").addHandler(logging.StreamHandler(logged))
+    logging.getLogger("reshard.api.preparation.agreed_plan").setLevel(logging.INFO)
     raw = reshard.reshard(source, ROWS, COLS, max_error=1e-6, **options)
     assert _is_right(rank, COLS, raw, whole)
     assert logged.getvalue().endswith("but max_error is 1e-06; it travels without the codec\n")

@@ -184,7 +184,7 @@ def _interrupted_before_connecting(rank, place, monkeypatch):
     "place",
     [
         "reshard.coordination.hub_and_spokes.Spoke.take_answer",
-        "reshard.api.opened_plan.build_program",
+        "reshard.api.transfers.opened_plan.build_program",
         "reshard.api.mover.ArrayReader",
     ],
 )
@@ -212,7 +212,7 @@ def _leave_small_call(rank, how, monkeypatch):
         move(mesh, 0, timeout_seconds=10)
     if rank == 0 and how == "interrupted":
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr("reshard.api.inputs.refuse_capture", _interrupt)
+            patched.setattr("reshard.api.arguments.inputs.refuse_capture", _interrupt)
             move(pair, 1, timeout_seconds=10)
     elif rank == 0:
         move(pair, 1, timeout_seconds=10, group="typo")

@@ -13,8 +13,8 @@ import torch
 
 import reshard
 from reshard import Layout, Mesh, Topology, _native
-from reshard.api import plan_per_host, prepare
-from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.api.preparation import plan_per_host, prepare
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.errors import PlanError, RankLostError, RemoteError, TransferTimeoutError
 from reshard.testing.processes import LaunchError, run_processes
 from reshard.weights import transfer_state_dict

@@ -16,7 +16,7 @@ import torch.multiprocessing
 
 import reshard
 from reshard import Layout, Mesh, Topology
-from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.coordination.groups.process_group import serve_store
 from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
@@ -31,7 +31,7 @@ NO_REPLICAS = Layout(Mesh.of("4"), "S0")
 def _die_at(moment):
     """Make this process kill itself: at send or receive number ``moment``, or when it plans (``"planning"``)."""
     if moment == "planning":
-        reshard.api.prepare.plan_tensors = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
+        reshard.api.preparation.prepare.plan_tensors = lambda *args, **options: os.kill(os.getpid(), signal.SIGKILL)
         return
     count = [0]
 

@@ -12,7 +12,7 @@ import torch
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh
-from reshard.planner.registry import STRATEGIES
+from reshard.planner.strategy_registry import STRATEGIES
 from reshard.testing.processes import LaunchError, RankFailure, run_processes
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 

@@ -22,7 +22,7 @@ import torch
 import reshard
 from reshard import Layout, Mesh, Topology
 from reshard.api.arrays.casts import wire_dtype
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.codecs import BLOCK_CODECS, parse_codec
 from reshard.errors import RankLostError
 from reshard.planner import STRATEGIES

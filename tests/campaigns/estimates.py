@@ -24,11 +24,11 @@ from reshard.cost.prediction import MAX_OPERATIONS, UNORDERED
 from reshard.cost.serial_ports import serial_seconds
 from reshard.cost.simulator import simulate_until
 from reshard.plan import Plan
-from reshard.planner.multicast.parts import split_by_ports
+from reshard.planner.multicast.problem_parts import split_by_ports
 from reshard.planner.multicast.strategy import schedule_chunks
 from reshard.planner.strategies.chunking import routes_to_transfers
-from reshard.planner.strategies.direct import send_recv
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
+from reshard.planner.strategies.sends_and_all_gathers import send_recv
 from reshard.sharding import TensorSpec
 from reshard.topology import Host, Link, Topology
 

@@ -18,9 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from microbench.emulation.cluster import EmulatedCluster
+from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.namespaces import why_unsupported
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.sharding.mesh import parse_ranks
 from reshard.testing.processes import LaunchError, run_processes
 from tests.campaigns.planted import (

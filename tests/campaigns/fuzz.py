@@ -39,14 +39,14 @@ from reshard import (
     scheduler,
 )
 from reshard.cli.main import main as cli_main
-from reshard.cli.progress import show_time
+from reshard.cli.progress_bars import show_time
 from reshard.plan.json import layout_from_json, plan_from_json, plan_to_json
 from reshard.plan.text_parser import parse_layout, parse_plan
 from reshard.scheduler.ir.text import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
 from reshard.sharding.spec import parse_axis_names
 from reshard.sharding.tiles import cut_shards
-from reshard.topology.files import parse_rate, read_topology, topology_from_json, topology_to_json
-from reshard.topology.presets import MACHINES
+from reshard.topology.machine_presets import MACHINES
+from reshard.topology.topology_files import parse_rate, read_topology, topology_from_json, topology_to_json
 
 #: Time limit of one input. Limit on the memory that the process allocates after its start.
 LIMIT_SECONDS = 20.0

@@ -26,7 +26,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import reshard.scheduler as rs
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress_bars import print_line, track
 from reshard.errors import ReshardError
 from reshard.testing.processes import LaunchError, run_processes
 from tests.parallel.models import make_gpt

@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 PARTS: dict[str, tuple[str, str]] = {
     "geometry": ("reshard/sharding", "tests/sharding tests/plan tests/planner/test_size_limits.py tests/api"),
     "planner": ("reshard/plan reshard/cost reshard/planner", "tests/plan tests/planner tests/cost tests/sharding tests/topology"),
-    "executor": ("reshard/runtime reshard/planner/recovery.py", "tests/runtime tests/coordination tests/planner tests/api"),
+    "executor": ("reshard/runtime reshard/planner/recovery_plans.py", "tests/runtime tests/coordination tests/planner tests/api"),
     "scheduler": ("scheduler", "tests/scheduler"),
 }  # fmt: skip
 LIMIT_SECONDS = 60.0

@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 import reshard
-import reshard.api.prepare
+import reshard.api.preparation.prepare
 from reshard import Layout, Mesh, Topology
-from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.coordination.groups.process_group import serve_store
 from reshard.coordination.groups.store import LOST_STORE_SECONDS
 from reshard.planner import AUTO, STRATEGIES
 from reshard.runtime.array_bytes import flat_bytes
-from reshard.runtime.cpu.executor import NOTIFY_TAG
+from reshard.runtime.cpu.program_executor import NOTIFY_TAG
 from reshard.runtime.transport.connections import GlooTransport
-from reshard.topology.model import Host, Link
+from reshard.topology.topology import Host, Link
 
 TIMEOUT_SECONDS = 2.0
 #: Time limits of the survivors: DEATH_SECONDS from the death of a rank to the error, SILENCE_SECONDS from the timeout
@@ -274,7 +274,7 @@ def _inject(run: Run) -> None:
         def die(*_: Any, **__: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(reshard.api.prepare, "plan_tensors", die)  # noqa: B010
+        setattr(reshard.api.preparation.prepare, "plan_tensors", die)  # noqa: B010
     _strike(run)
 
 

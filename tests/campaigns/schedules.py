@@ -18,8 +18,8 @@ from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, check_schedule, from_torch_csv
 from reshard.scheduler.ir.communication import add_transfers, computations
 from reshard.scheduler.ir.schedule import Schedule
+from reshard.scheduler.schedules.known_schedules import known_orders
 from reshard.scheduler.schedules.orders import OrderModel
-from reshard.scheduler.schedules.registry import known_orders
 from tests.support.torch_schedules import LOOPED, SINGLE, V_SHAPED, make_torch_schedule, torch_csv
 
 #: Losses above this share of the makespan are reported.

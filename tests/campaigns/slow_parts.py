@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 import reshard
-import reshard.api.prepare
-import reshard.api.recovery
+import reshard.api.preparation.prepare
+import reshard.api.transfers.recovery
 from reshard import Layout, Mesh
 from reshard.coordination import agreement_rounds
 from reshard.coordination.call_group import CallGroup
@@ -42,16 +42,16 @@ STEPS: dict[str, tuple[Any, str]] = {
     "listening": (Hub, "listen"),
     "connecting to the first rank": (Spoke, "connect"),
     "sending a request": (Spoke, "send_request"),
-    "planning": (reshard.api.prepare, "plan_tensors"),
+    "planning": (reshard.api.preparation.prepare, "plan_tensors"),
     "connecting ranks": (Connections, "_make_group"),
     "transfer": (GlooTransport, "recv"),
     "error report": (CallGroup, "fail"),
-    "report of outcomes": (reshard.api.recovery.Recovery, "_exchange_outcomes"),
+    "report of outcomes": (reshard.api.transfers.recovery.Recovery, "_exchange_outcomes"),
     "exclusion": (agreement_rounds, "propose_exclusion"),
     "answer": (Hub, "answer"),
-    "planning the recovery": (reshard.api.recovery, "plan_remainder"),
-    "recovery": (reshard.api.recovery.Recovery, "_run_attempt"),
-    "closing": (reshard.api.recovery.Group, "close"),
+    "planning the recovery": (reshard.api.transfers.recovery, "plan_remainder"),
+    "recovery": (reshard.api.transfers.recovery.Recovery, "_run_attempt"),
+    "closing": (reshard.api.transfers.recovery.Group, "close"),
 }
 #: Steps that only the first rank, or only other ranks, reach; and steps that need a rank that is killed.
 OF_FIRST, OF_OTHERS = ("listening", "answer"), ("connecting to the first rank",)

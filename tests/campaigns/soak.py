@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
-from reshard.cli.demo import count_unlike, shard_of_positions
-from reshard.cli.progress import show_time
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
+from reshard.cli.progress_bars import show_time
 from reshard.planner import AUTO, STRATEGIES
 from reshard.testing.processes import run_processes
 

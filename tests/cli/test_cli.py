@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from reshard.cli import demo
-from reshard.cli.commands.plan import MAX_PRINTED_MESSAGES, default_topology
+from reshard.cli import demo_transfers
+from reshard.cli.commands.plan_command import MAX_PRINTED_MESSAGES, default_topology
 from reshard.cli.demo_cases import gpu_cases
 from reshard.cli.main import main
 from reshard.errors import ArgumentError
 from reshard.plan.json import plan_from_json
-from reshard.planner.registry import STRATEGIES
+from reshard.planner.strategy_registry import STRATEGIES
 from reshard.sharding.mesh import Mesh
 from reshard.testing import share_gpus, sharing
 
@@ -195,10 +195,10 @@ def test_too_many_messages_require_a_rank(capsys, monkeypatch):
     big = ["plan", "--shape", "64,64,2", "--src-mesh", "16x4", "--src", "R S01 R", "--dst-mesh", "16x4"]
     big += ["--dst", "S01 R R", "--strategy", "send_recv", "--format", "json"]
     assert MAX_PRINTED_MESSAGES == 1_000_000
-    monkeypatch.setattr("reshard.cli.commands.plan.MAX_PRINTED_MESSAGES", 4095)
+    monkeypatch.setattr("reshard.cli.commands.plan_command.MAX_PRINTED_MESSAGES", 4095)
     assert main(big) == 2
     assert "4096 messages; select one rank with --rank" in capsys.readouterr().err
-    monkeypatch.setattr("reshard.cli.commands.plan.MAX_PRINTED_MESSAGES", 4096)
+    monkeypatch.setattr("reshard.cli.commands.plan_command.MAX_PRINTED_MESSAGES", 4096)
     assert main(big) == 0
 
 
@@ -254,7 +254,7 @@ def test_demo_on_gpus_needs_a_gpu_for_each_rank_or_leave_to_share_them(capsys, m
 
 @pytest.mark.nightly
 def test_cases_of_the_demo_on_gpus_move_every_element(capsys):
-    assert demo._run(gpu_cases(64)) == 0
+    assert demo_transfers._run(gpu_cases(64)) == 0
     assert "18 of 18 runs moved every element correctly" in capsys.readouterr().out
 
 

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from reshard.cli import doctor, machine, main
-from reshard.cli.doctor import examine, find_problems
+from reshard.cli import job_checks, machine_checks, main
+from reshard.cli.job_checks import examine, find_problems
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.testing.processes import run_processes
 
@@ -119,7 +119,7 @@ def test_rank_0_serves_the_store_without_an_agent():
 
 def test_no_rank_fails_before_rank_0_has_printed(monkeypatch, capsys):
     """Torchrun ends all ranks once one fails."""
-    monkeypatch.setattr(doctor, "examine", lambda _: (["a: ranks 0-1"], ["rank 1: no route"]))
+    monkeypatch.setattr(job_checks, "examine", lambda _: (["a: ranks 0-1"], ["rank 1: no route"]))
     status = {}
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
@@ -130,7 +130,7 @@ def test_no_rank_fails_before_rank_0_has_printed(monkeypatch, capsys):
 
 def test_a_rank_that_cannot_run_learns_what_to_do(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(machine, "why_torch_fails", lambda: "libnccl.so.2: cannot open shared object file")
+    monkeypatch.setattr(machine_checks, "why_torch_fails", lambda: "libnccl.so.2: cannot open shared object file")
     assert main.main(["doctor"]) == 1
     assert "cannot be imported: libnccl.so.2: cannot open" in capsys.readouterr().out
     assert main.main(["info"]) == 0
@@ -141,7 +141,7 @@ def test_a_rank_that_cannot_run_learns_what_to_do(monkeypatch, capsys):
     def refuse(*_):
         raise OSError("Network is unreachable")
 
-    monkeypatch.setattr(machine.socket, "create_server", refuse)
+    monkeypatch.setattr(machine_checks.socket, "create_server", refuse)
     assert main.main(["doctor"]) == 1
     assert "127.0.0.1: Network is unreachable; run `ip link set lo up`" in capsys.readouterr().out
 
@@ -179,29 +179,29 @@ def test_a_machine_is_examined_without_torchrun():
 def test_problems_of_a_machine_have_remedies(monkeypatch):
     versions = dict.fromkeys(("reshard", "networkx", "scipy", "xxhash", "cloudpickle", "safetensors", "tqdm"), "99")
     versions |= {"torch": None, "numpy": "1.26.3"}
-    monkeypatch.setattr(machine, "_version", versions.get)
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (256, 1024))
-    monkeypatch.setattr(machine.Path, "glob", lambda self, pattern: [self / "nvidia0"])
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    monkeypatch.setattr(machine_checks, "_version", versions.get)
+    monkeypatch.setattr(machine_checks.resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(machine_checks.Path, "glob", lambda self, pattern: [self / "nvidia0"])
+    monkeypatch.setattr(machine_checks.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
 
     def refuse(*_):
         raise OSError("Network is unreachable")
 
-    monkeypatch.setattr(machine.socket, "create_server", refuse)
-    absent, old, shm, loopback, files = machine.examine_machine()[1]
+    monkeypatch.setattr(machine_checks.socket, "create_server", refuse)
+    absent, old, shm, loopback, files = machine_checks.examine_machine()[1]
     assert old.startswith("numpy 1.26.3 is older than 1.26.4") and old.endswith("pip install 'numpy>=1.26.4'")
     assert absent.startswith("torch is not installed") and absent.endswith("pip install 'torch>=2.9.1'")
     assert "127.0.0.1: Network is unreachable; run `ip link set lo up`" in loopback
     assert "the limit of open files is 256" in files and "ulimit -n" in files
     assert "/dev/shm has 64 MiB" in shm and "--shm-size=1g" in shm
     versions["torch"] = "2.6.0+cu124"
-    monkeypatch.setattr(machine, "why_torch_fails", lambda: "libnccl.so.2: cannot open shared object file")
-    assert "torch 2.6.0+cu124 cannot be imported: libnccl.so.2" in machine.examine_machine()[1][2]
-    monkeypatch.setattr(machine, "why_torch_fails", lambda: None)
-    assert "torch 2.6.0+cu124 is older than 2.9.1" in machine.examine_machine()[1][1]
+    monkeypatch.setattr(machine_checks, "why_torch_fails", lambda: "libnccl.so.2: cannot open shared object file")
+    assert "torch 2.6.0+cu124 cannot be imported: libnccl.so.2" in machine_checks.examine_machine()[1][2]
+    monkeypatch.setattr(machine_checks, "why_torch_fails", lambda: None)
+    assert "torch 2.6.0+cu124 is older than 2.9.1" in machine_checks.examine_machine()[1][1]
     versions |= {"torch": torch.__version__, "numpy": "2.10"}
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "is a build for the CPU: install one for CUDA" in machine.examine_machine()[1][0]
+    assert "is a build for the CPU: install one for CUDA" in machine_checks.examine_machine()[1][0]
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "is built for CUDA 13.0 and finds no GPU" in machine.examine_machine()[1][0]
+    assert "is built for CUDA 13.0 and finds no GPU" in machine_checks.examine_machine()[1][0]

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from reshard.cli.commands.plan import default_topology
+from reshard.cli.commands.plan_command import default_topology
 from reshard.cli.html_report import plan_to_html
 from reshard.cli.main import main
 from reshard.cli.plan_times import sample_progress

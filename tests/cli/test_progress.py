@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.cli.progress import print_line, show_progress, show_time, track
+from reshard.cli.progress_bars import print_line, show_progress, show_time, track
 
 ROOT = Path(__file__).parents[2]
 #: Commands that take over 5 s by default, with options that shorten them.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh
-from reshard.coordination.groups.messages import RankStatus, RoundRequest
+from reshard.coordination.groups.agreement_messages import RankStatus, RoundRequest
 from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness import call_sequence
 from reshard.testing.processes import run_processes
@@ -238,11 +238,14 @@ def _fail_one_call(rank, how):
                 if how == "group":
                     reshard.reshard(source, A, B, group="nonsense")
                 if how == "interrupt":
-                    read, reshard.api.inputs.read_items = reshard.api.inputs.read_items, _raise_interrupt
+                    read, reshard.api.arguments.inputs.read_items = (
+                        reshard.api.arguments.inputs.read_items,
+                        _raise_interrupt,
+                    )
                     try:
                         reshard.reshard(source, A, B)
                     finally:
-                        reshard.api.inputs.read_items = read
+                        reshard.api.arguments.inputs.read_items = read
                 if how == "mover":
                     reshard.Mover(reshard.make_plan(A, Layout(Mesh([7], {"x": 1})), (4,), "float32"))
             out = reshard.reshard(source, A, B, timeout_seconds=20)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
-from reshard.coordination.groups.messages import Decision
+from reshard.coordination.groups.agreement_messages import Decision
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import Store
 from reshard.coordination.hub_and_spokes import Hub

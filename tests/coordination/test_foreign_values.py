@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
-from reshard.coordination.groups.messages import RankStatus, read_json
+from reshard.coordination.groups.agreement_messages import RankStatus, read_json
 from reshard.testing import run_processes
 from tests.support.tensors import result_or_error
 

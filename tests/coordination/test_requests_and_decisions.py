@@ -8,7 +8,7 @@ import pytest
 
 from reshard import Layout, Mesh, Topology, make_plan
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve
-from reshard.coordination.groups.messages import RoundRequest, TensorRequest
+from reshard.coordination.groups.agreement_messages import RoundRequest, TensorRequest
 
 LAYOUTS = {"w": (Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R"))}
 

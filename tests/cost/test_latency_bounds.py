@@ -12,7 +12,7 @@ import pytest
 from reshard import CostReport, Layout, Mesh, Plan, Topology, find_bound, make_plan, simulate
 from reshard.cost.latency_bounds import find_latency_bounds
 from reshard.plan import Transfers
-from reshard.planner.registry import STRATEGIES
+from reshard.planner.strategy_registry import STRATEGIES
 from reshard.topology import Host, Link
 from tests.support.random_problems import random_problem
 
@@ -168,16 +168,16 @@ def _with_messages(plan, messages, cells, window):
     num, parts = len(messages), [part for message in messages for part in message[2]]
     start = np.array([cells[part] for part in parts])
     transfers = Transfers(
-        box_at=np.cumsum([0, *(len(message[2]) for message in messages)]),
+        box_offsets=np.cumsum([0, *(len(message[2]) for message in messages)]),
         box_tensor=np.zeros(len(parts)),
         box_start=start,
         box_stop=start + 1,
-        edge_at=np.arange(num + 1),
+        edge_offsets=np.arange(num + 1),
         sender=np.array([message[0] for message in messages]),
         receiver=np.array([message[1] for message in messages]),
         splits=np.ones((num, start.shape[1])),
         window=np.full(num, window),
-        after_at=np.cumsum([0, *(len(message[3]) for message in messages)]),
+        after_offsets=np.cumsum([0, *(len(message[3]) for message in messages)]),
         after=np.array([earlier for message in messages for earlier in message[3]]),
         source=np.full(num, -1),
     )

@@ -10,7 +10,7 @@ import pytest
 from reshard import Layout, Mesh, Topology, make_plan, parse_plan, plan_from_json, plan_to_json, simulate
 from reshard.cost import encoded_makespan, find_latency_bounds, predict_makespan, prediction
 from reshard.plan import RotationPlan
-from reshard.planner import Floors, PlanProblem
+from reshard.planner import PlanProblem, StrategyBounds
 from reshard.topology import CodecRate, topology_from_json, topology_to_json
 
 #: A value of each cost that makes the plan below much slower, or, for the last two, faster.
@@ -68,11 +68,11 @@ def test_encoding_begins_when_the_transfer_does():
 @pytest.mark.parametrize("name", COSTS)
 def test_no_bound_or_floor_is_above_the_simulated_time(name):
     costly = replace(FREE, **{"latency_seconds": 1e-4, name: COSTS[name]})
-    floors = Floors(PlanProblem.of(_plan(FREE).tensors, costly))
-    for strategy, floor in (("send_recv", floors.of_direct), ("multicast", floors.of_trees)):
+    bounds = StrategyBounds(PlanProblem.of(_plan(FREE).tensors, costly))
+    for strategy, bound in (("send_recv", bounds.of_direct), ("multicast", bounds.of_trees)):
         plan = _plan(costly, strategy)
         seconds = simulate(plan).makespan_seconds * (1 + 1e-9)
-        assert costly.start_seconds <= floors.of_ungathered <= floor <= seconds
+        assert costly.start_seconds <= bounds.of_ungathered <= bound <= seconds
         bound = find_latency_bounds(plan)
         assert bound is None or costly.start_seconds <= bound.any_plan_seconds <= seconds
     rotation = _rotation(costly)

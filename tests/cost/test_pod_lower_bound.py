@@ -9,7 +9,7 @@ import pytest
 
 from reshard.cost import merged_program, pod_lower_bound
 from reshard.cost.pod_lower_bound import bound_in_pods
-from reshard.topology.model import Link
+from reshard.topology.topology import Link
 
 #: Input: (holder hosts, destination hosts) of each class, rate of each host, pod of each host, (out, in) rates of each
 #: pod's uplink. Expected: the bound in seconds, and the links that are busy all of that time.

@@ -19,9 +19,9 @@ from reshard.cost.simulator import network_of
 from reshard.plan.messages import expand_messages, message_nbytes, tabulate_messages
 from reshard.plan.ordering import find_sender_switches
 from reshard.plan.text_parser import parse_plan
-from reshard.planner.registry import STRATEGIES
+from reshard.planner.strategy_registry import STRATEGIES
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Link
+from reshard.topology.topology import Host, Link
 from tests.reference.fluid import flow_python
 from tests.support.strategies_of_cases import cases
 
@@ -153,7 +153,7 @@ def test_message_table_matches_expansion(problem, strategy):
         assert table.window[row] == message.window
         assert table.nbytes[row] == message_nbytes(plan, message)
         assert (table.id[table.source[row]] if table.source[row] >= 0 else None) == message.source
-        after = table.after[table.after_at[row] : table.after_at[row + 1]]
+        after = table.after[table.after_offsets[row] : table.after_offsets[row + 1]]
         assert {int(table.id[earlier]) for earlier in after if earlier != table.source[row]} == {
             int(table.id[index])
             for index in range(len(table))
@@ -231,8 +231,8 @@ def test_native_refuses_indices_out_of_range():
         wrong[0] = 10**6
         with pytest.raises(IndexError, match=name):
             flow(replace(network, **{name: wrong}))
-    with pytest.raises(ValueError, match="after_at"):
-        flow(replace(network, after_at=network.after_at[:-1]))
+    with pytest.raises(ValueError, match="after_offsets"):
+        flow(replace(network, after_offsets=network.after_offsets[:-1]))
 
 
 def test_makespan_with_thousands_of_receivers_is_the_time_of_all_bytes():

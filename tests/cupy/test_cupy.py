@@ -15,9 +15,9 @@ import pytest
 
 import reshard.cupy
 from reshard import Layout, Mesh, RegionLayout, Topology, make_plan
-from reshard.cupy import transfer
+from reshard.cupy import cupy_mover
 from reshard.errors import ArgumentError, DisagreementError, PlanError
-from reshard.runtime.rounds.replay import check_calls
+from reshard.runtime.rounds.deadlock_check import check_calls
 from tests.support.fake_cupy import NCCL, Communicator, Event, Hub, make_module, run_ranks
 from tests.support.tensors import take_shard
 
@@ -129,7 +129,7 @@ def test_wrong_plan_is_an_error_on_every_rank():
 @pytest.mark.parametrize("place", ["plan", "arrays"])
 def test_interrupt_of_one_rank_before_the_ranks_compare_is_an_error_on_every_rank(monkeypatch, place):
     plan = make_plan(SRC, DST, (6, 10), "float64", topology=HOSTS)
-    check, read = transfer.ensure_checked, reshard.cupy.Mover._arrays
+    check, read = cupy_mover.ensure_checked, reshard.cupy.Mover._arrays
     interrupted = threading.local()
 
     def interrupt_plan(plan):
@@ -142,7 +142,7 @@ def test_interrupt_of_one_rank_before_the_ranks_compare_is_an_error_on_every_ran
             raise KeyboardInterrupt
         return read(mover, *arrays)
 
-    monkeypatch.setattr(transfer, "ensure_checked", interrupt_plan)
+    monkeypatch.setattr(cupy_mover, "ensure_checked", interrupt_plan)
     monkeypatch.setattr(reshard.cupy.Mover, "_arrays", interrupt_arrays)
 
     def one(comm):

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from reshard.planner.multicast.strategy import make_workload
-from reshard.planner.registry import STRATEGIES
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
+from reshard.planner.strategy_registry import STRATEGIES
 from reshard.sharding.tensor_spec import TensorSpec
 from tests.support.random_problems import random_problem
 

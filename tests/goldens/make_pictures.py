@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from reshard.cli.commands.plan import default_topology
+from reshard.cli.commands.plan_command import default_topology
 from reshard.cost import find_bound
 from reshard.drawing import draw_image
 from reshard.plan import HostBoxes, draw_boxes

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from reshard import Layout, Mesh, RegionLayout, Topology
+from reshard.cost.cost_report import CostReport
 from reshard.cost.lower_bound import find_bound
-from reshard.cost.report import CostReport
 from reshard.plan.check import check_plan
 from reshard.planner.planning import plan_tensors
-from reshard.planner.registry import AUTO, STRATEGIES
+from reshard.planner.strategy_registry import AUTO, STRATEGIES
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.files import topology_from_json
+from reshard.topology.topology_files import topology_from_json
 from tests.support.random_problems import random_problem
 
 NUM_RANDOM = 40

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from reshard.scheduler.graph import Edge, Pipeline, Stage
 from reshard.scheduler.ir.schedule import Schedule
 from reshard.scheduler.ir.text import format_schedule
-from reshard.scheduler.passes.overlap import block_transfers, defer_recvs
-from reshard.scheduler.schedules.auto import auto_schedule
+from reshard.scheduler.passes.transfer_overlap import block_transfers, defer_recvs
+from reshard.scheduler.pipeline import Edge, Pipeline, Stage
 from reshard.scheduler.schedules.classic import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
 from reshard.scheduler.schedules.looped import interleaved_1f1b, interleaved_zero_bubble, looped_bfs
+from reshard.scheduler.schedules.schedule_search import auto_schedule
 from reshard.scheduler.schedules.v_shaped import dualpipe_v, zb_v
 from reshard.scheduler.simulation.replay import simulate_schedule
 from reshard.scheduler.simulation.validate import check_schedule

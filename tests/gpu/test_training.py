@@ -12,7 +12,7 @@ import torch
 from reshard.scheduler import Pipe, auto_schedule, one_f_one_b, zb_h1
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.training.models.gpt import GPT
-from reshard.scheduler.training.models.presets import GPTConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig
 from tests.gpu.ranks import DEVICE, MARKS, run, to_device
 from tests.scheduler.runtime.test_engine import make_data, make_modules, make_pipeline, single_process
 from tests.support import stages_with_replicas as replicas

@@ -21,16 +21,16 @@ import torch.distributed as dist
 import reshard
 from microbench.cases.rows import CLUSTERS, all_rows, read_cluster
 from microbench.emulation import namespaces
-from microbench.emulation.cluster import ClusterError, EmulatedCluster
-from microbench.harness.report import TRACED
+from microbench.emulation.emulated_cluster import ClusterError, EmulatedCluster
+from microbench.harness.benchmark_rank import BenchmarkJob, run_jobs
+from microbench.harness.hosts_report import TRACED
 from microbench.harness.suite import plan_row
-from microbench.harness.worker import BenchmarkJob, run_jobs
 from microbench.training import compare_schedules
 from reshard.planner.planning import plan_tensors
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import LaunchError
-from reshard.topology.files import topology_from_json
-from reshard.topology.model import Topology
+from reshard.topology.topology import Topology
+from reshard.topology.topology_files import topology_from_json
 
 ROOT = Path(__file__).parents[2]
 _reason = namespaces.why_unsupported()
@@ -241,10 +241,10 @@ def test_errors_say_why_hosts_cannot_be_emulated(monkeypatch):
     assert "install iproute2" in namespaces.why_unsupported()
     monkeypatch.setattr(namespaces.sys, "platform", "darwin")
     assert "torchrun" in namespaces.why_unsupported()
-    monkeypatch.setattr("microbench.emulation.cluster.why_unsupported", lambda: "no namespaces here")
+    monkeypatch.setattr("microbench.emulation.emulated_cluster.why_unsupported", lambda: "no namespaces here")
     with pytest.raises(ClusterError, match="no namespaces here"):
         EmulatedCluster(_cluster())
-    monkeypatch.setattr("microbench.emulation.cluster.why_unsupported", lambda: None)
+    monkeypatch.setattr("microbench.emulation.emulated_cluster.why_unsupported", lambda: None)
     with pytest.raises(ClusterError, match="at most 250 hosts"):
         EmulatedCluster(_cluster(count=251))
     with pytest.raises(ClusterError, match="rates of emulated links"):

@@ -16,19 +16,19 @@ import torch
 
 from microbench.__main__ import CASES, main
 from microbench.cases.rows import CLUSTERS, read_cluster
-from microbench.emulation.links import cluster_link_commands, etc_hosts, host_link_commands, nominal
+from microbench.emulation.link_commands import cluster_link_commands, etc_hosts, host_link_commands, nominal
+from microbench.harness.benchmark_rank import _merge
 from microbench.harness.calibrate import deviations, mean_topology, measured_topology, plan_tests
+from microbench.harness.hosts_report import TRACED, format_markdown, format_suites, format_table, ratios_of_contenders
 from microbench.harness.plots import draw_summary
-from microbench.harness.report import TRACED, format_markdown, format_suites, format_table, ratios_of_contenders
 from microbench.harness.steal_time import Lap, Laps, RetryBudget, TimeBudget
 from microbench.harness.suite import make_records, plan_row
-from microbench.harness.worker import _merge
 from microbench.kernels.zfp import zfp_as_int8
 from microbench.planner.scaling import ScalingCase, growth, time_case
 from microbench.transfers import hosts
 from reshard.codecs import BlockCodec
-from reshard.topology.files import read_topology, topology_from_json
-from reshard.topology.model import Link
+from reshard.topology.topology import Link
+from reshard.topology.topology_files import read_topology, topology_from_json
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CLUSTERS.glob("*.json")))
@@ -220,7 +220,7 @@ def test_list_prints_rows_and_rejects_unknown_ones(capsys):
 
 
 def test_outputs_are_compared_bit_by_bit():
-    from microbench.harness.worker import _same
+    from microbench.harness.benchmark_rank import _same
 
     a = torch.tensor([1.0, float("nan")])
     assert _same(a, a.clone())

@@ -7,7 +7,7 @@ import importlib
 import torch
 
 from reshard.scheduler.training.models.gpt import GPT
-from reshard.scheduler.training.models.presets import GPTConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig
 
 #: Imported here once, so that forked processes need not import them.
 for _name in ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch._dynamo"):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.parallel import Grid
-from reshard.parallel.grid.collectives import Axis
+from reshard.parallel.grid.grid_axis import Axis
 from reshard.testing import run_processes
 
 SIZES = [[2, 2, 2, 2, 2, 2], [3, 0, 1, 4, 2, 1], [0, 0, 5, 0, 0, 0]]

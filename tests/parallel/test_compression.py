@@ -13,8 +13,8 @@ from reshard.codecs import parse_codec
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.parallel import Grid, parallelize, relayout, sync_gradients
-from reshard.parallel.grid.collectives import Axis
 from reshard.parallel.grid.compressed_axis import CompressedAxis
+from reshard.parallel.grid.grid_axis import Axis
 from reshard.parallel.grid.host_collectives import HostCollectives
 from reshard.runtime.transport.connections import GlooTransport
 from reshard.scheduler import Pipeline, Stage, StageOutput, one_f_one_b

@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from reshard.errors import ArgumentError, DisagreementError, RemoteError
-from reshard.gradients import sums as gradient_sums
+from reshard.gradients import declared_sums as gradient_sums
 from reshard.gradients.weight_grad_store import WeightGradStore
 from reshard.parallel import (
     Grid,
     Linear,
-    overlap,
+    gradient_overlap,
     parallelize,
     plain_state_dict,
     register,
@@ -139,7 +139,7 @@ def check_experts(rank, is_overlapped):
     """In the second step, each rank uses a different layer. The sum of one layer must not receive that of the other."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    overlap.EARLY_BUCKET_BYTES = 1
+    gradient_overlap.EARLY_BUCKET_BYTES = 1
     plain = Experts()
     register(Experts, lambda module, conversion, path: conversion.convert_children(module, path))
     model = parallelize(copy.deepcopy(plain), Grid.make(1, 1, 2, timeout_seconds=20))

@@ -15,15 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import EmulatedCluster
+from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.namespaces import why_unsupported
-from microbench.parallel.links import measure_shared_memory
+from microbench.parallel.grid_links import measure_shared_memory
 from reshard import _native
 from reshard.coordination.device_mesh import new_group
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.parallel import Grid
 from reshard.parallel.grid import host_collectives
-from reshard.parallel.grid.collectives import Axis
+from reshard.parallel.grid.grid_axis import Axis
 from reshard.runtime.torch_compat import timeout_of
 from reshard.testing import LaunchError, run_processes
 from reshard.topology import Topology

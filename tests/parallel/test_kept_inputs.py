@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from reshard.gradients.weight_grad_store import WeightGradStore
 from reshard.parallel import Grid, parallelize
-from reshard.parallel.grid.collectives import Axis
+from reshard.parallel.grid.grid_axis import Axis
 from reshard.testing import run_processes
 
 from .models import make_batch, make_gpt

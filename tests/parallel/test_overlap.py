@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from reshard.errors import ArgumentError, DisagreementError, RemoteError
-from reshard.gradients.sums import sum_state_of as state_of
-from reshard.parallel import Grid, overlap, parallelize, sync_during_backward, sync_gradients
+from reshard.gradients.declared_sums import sum_state_of as state_of
+from reshard.parallel import Grid, gradient_overlap, parallelize, sync_during_backward, sync_gradients
 from reshard.testing import run_processes
 
 from .models import make_batch, make_gpt
@@ -17,7 +17,7 @@ from .test_gradients import run_backward
 def check_sums_during_backward(rank, shape):
     """Whether sums that run during the second of two accumulated backwards equal, bit by bit, sums that run after it."""
     torch.set_num_threads(1)
-    overlap.EARLY_BUCKET_BYTES = 2000
+    gradient_overlap.EARLY_BUCKET_BYTES = 2000
     model = parallelize(make_gpt(), Grid.make(*shape))
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     found = []
@@ -86,7 +86,7 @@ def fail(gradient):
 def check_steps_after_failures(rank):
     """Steps in which ranks call different functions, pass different models or fail, and the bits of the next one."""
     torch.set_num_threads(1)
-    overlap.EARLY_BUCKET_BYTES = 2000
+    gradient_overlap.EARLY_BUCKET_BYTES = 2000
     model = parallelize(make_gpt(), Grid.make(1, 1, 2, timeout_seconds=20))
     parameters = list(model.parameters())
 

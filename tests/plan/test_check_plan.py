@@ -15,7 +15,7 @@ from reshard import Layout, Mesh, Topology, check_plan, make_plan
 from reshard.errors import PlanError
 from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
-from reshard.planner.registry import STRATEGIES
+from reshard.planner.strategy_registry import STRATEGIES
 from reshard.runtime.program import build_program
 from tests.support.memory_transport import run_in_threads
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
@@ -36,9 +36,9 @@ def _with(plan, **arrays):
 
 def _drop_last_edge(plan):
     t = plan.transfers
-    edge_at = t.edge_at.copy()
-    edge_at[-1] -= 1
-    return _with(plan, edge_at=edge_at, sender=t.sender[:-1], receiver=t.receiver[:-1])
+    edge_offsets = t.edge_offsets.copy()
+    edge_offsets[-1] -= 1
+    return _with(plan, edge_offsets=edge_offsets, sender=t.sender[:-1], receiver=t.receiver[:-1])
 
 
 def _shift(name, amount):
@@ -81,17 +81,17 @@ def _wrong_sender(plan):
 def _twice(plan):
     """Repeat the last transfer."""
     t = plan.transfers
-    edges = slice(t.edge_at[-2], t.edge_at[-1])
+    edges = slice(t.edge_offsets[-2], t.edge_offsets[-1])
     return _with(
         plan,
         region=np.append(t.region, t.region[-1]),
-        edge_at=np.append(t.edge_at, t.edge_at[-1] + t.edge_at[-1] - t.edge_at[-2]),
+        edge_offsets=np.append(t.edge_offsets, t.edge_offsets[-1] + t.edge_offsets[-1] - t.edge_offsets[-2]),
         sender=np.append(t.sender, t.sender[edges]),
         receiver=np.append(t.receiver, t.receiver[edges]),
         splits=np.concatenate([t.splits, t.splits[-1:]]),
         window=np.append(t.window, t.window[-1]),
-        after_at=np.append(t.after_at, 2 * t.after_at[-1] - t.after_at[-2]),
-        after=np.append(t.after, t.after[t.after_at[-2] :]),
+        after_offsets=np.append(t.after_offsets, 2 * t.after_offsets[-1] - t.after_offsets[-2]),
+        after=np.append(t.after, t.after[t.after_offsets[-2] :]),
         source=np.append(t.source, t.source[-1]),
     )
 

@@ -12,10 +12,10 @@ from hypothesis import given, strategies as st
 from reshard import Layout, Mesh, RegionLayout, ReshardError, Topology, check_plan, make_plan
 from reshard.errors import PlanError
 from reshard.plan.messages import expand_messages, message_nbytes, tabulate_messages
-from reshard.plan.model import Plan
+from reshard.plan.plan import Plan
 from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
-from reshard.planner.registry import STRATEGIES
+from reshard.planner.strategy_registry import STRATEGIES
 from reshard.sharding.box_search import find_overlapping, locate_points
 from tests.support import reference_check
 from tests.support.changed import change_plan, relayed_plan
@@ -165,11 +165,11 @@ def test_message_table_matches_expansion():
     plan = make_plan(Layout(Mesh.of(1)), dst, (2**50,), "int8", strategy="send_recv", topology=Topology((0, 1, 2, 3)))
     edges = [(0, 1), (1, 2), (0, 1), (1, 3), (2, 2), (2, 3)]
     tree = Transfers(
-        box_at=[0, 1],
+        box_offsets=[0, 1],
         box_tensor=[0],
         box_start=[[0]],
         box_stop=[[2**50 - 1]],
-        edge_at=[0, len(edges)],
+        edge_offsets=[0, len(edges)],
         sender=[a for a, _ in edges],
         receiver=[b for _, b in edges],
         splits=[[3000]],
@@ -186,7 +186,7 @@ def test_message_table_of_a_transfer_without_edges():
     """Two transfers have two edges, but the first one has none."""
     plan = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of("2", first_rank=1), "R"), (8,), "int8", strategy="send_recv")
     transfers = Transfers(
-        box_at=[0, 1, 2], box_tensor=[0, 0], box_start=[[0], [4]], box_stop=[[1], [8]], edge_at=[0, 0, 2],
+        box_offsets=[0, 1, 2], box_tensor=[0, 0], box_start=[[0], [4]], box_stop=[[1], [8]], edge_offsets=[0, 0, 2],
         sender=[0, 0], receiver=[1, 2], splits=[[1], [1]], window=[2, 2],
     )  # fmt: skip
     table = tabulate_messages(replace(plan, transfers=transfers))
@@ -198,14 +198,14 @@ def test_message_table_of_a_transfer_without_edges():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("edge_at", [0, 5]),
+        ("edge_offsets", [0, 5]),
         ("region", [7]),
         ("box_tensor", [2]),
         ("splits", [[0]]),
         ("window", [0]),
         ("receiver", [-1]),
         ("box_start", [0]),
-        ("after_at", [0, 1]),
+        ("after_offsets", [0, 1]),
         ("splits", [[2**40]]),
     ],
 )

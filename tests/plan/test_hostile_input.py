@@ -19,7 +19,7 @@ from reshard.plan.json import layout_from_json, plan_from_json, plan_to_json
 from reshard.plan.text_parser import parse_layout, parse_plan
 from reshard.sharding.tiles import cut_shards
 from reshard.testing.processes import run_processes
-from reshard.topology.files import topology_from_json
+from reshard.topology.topology_files import topology_from_json
 from tests.support.memory_transport import run_in_threads
 
 HEAD = "plan x staging_bytes=67108864\ntopology nic_bytes_per_second=1.0 hosts 0*8\n"
@@ -132,7 +132,7 @@ def test_one_element_views_with_odd_strides_are_moved():
 def _functions_as_strategies(rank):
     """Functions of the same name are not mistaken for each other."""
     from reshard.planner.strategies.broadcast import broadcast_size
-    from reshard.planner.strategies.direct import send_recv
+    from reshard.planner.strategies.sends_and_all_gathers import send_recv
 
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3, first_rank=1))
     called = []

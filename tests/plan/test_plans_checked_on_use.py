@@ -16,13 +16,13 @@ import reshard
 import reshard.cupy
 import reshard.plan.check
 from reshard import Layout, Mesh, RegionLayout, make_plan
-from reshard.api.local import execute_local, reshard_local
+from reshard.api.one_process import execute_local, reshard_local
 from reshard.errors import PlanError
 from reshard.plan.json import plan_from_json, plan_to_json
 from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
-from reshard.planner.strategies.direct import send_recv
 from reshard.planner.strategies.routes import Routes
+from reshard.planner.strategies.sends_and_all_gathers import send_recv
 from reshard.testing.processes import run_processes
 from tests.support.fake_cupy import make_module, run_ranks
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
@@ -195,7 +195,7 @@ def _none(plan):
     nothing = {name: np.zeros(0, dtype=np.int64) for name in Transfers.__dataclass_fields__}
     ndim = plan.tensors[0].ndim
     tables = {name: np.zeros((0, ndim), dtype=np.int64) for name in ("box_start", "box_stop", "splits")}
-    return Transfers(**(nothing | tables | {"box_at": [0], "edge_at": [0]}))
+    return Transfers(**(nothing | tables | {"box_offsets": [0], "edge_offsets": [0]}))
 
 
 def test_messages_in_json_must_match_the_transfers():

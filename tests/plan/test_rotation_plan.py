@@ -26,8 +26,8 @@ from reshard import (
     plan_to_json,
     simulate,
 )
-from reshard.api import plan_per_host
-from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.api.preparation import plan_per_host
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.cost import find_latency_bounds
 from reshard.cost.prediction import _seconds_of_rotation
 from reshard.errors import ArgumentError, PlanError, TopologyError

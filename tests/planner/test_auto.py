@@ -9,21 +9,21 @@ import pytest
 
 from microbench.planner.auto_quality import MARGIN, measure, random_pair, ratio_of
 from reshard import Layout, Mesh, Topology, make_plan, simulate
+from reshard.cost.cost_report import CostReport
 from reshard.cost.lower_bound import find_bound
-from reshard.cost.report import CostReport
 from reshard.plan.check import check_plan
-from reshard.plan.model import Plan
-from reshard.planner.auto import CANDIDATES, _are_equal
-from reshard.planner.estimates import Floors, floor_of_transfers
+from reshard.plan.plan import Plan
+from reshard.planner.auto_strategy import CANDIDATES, _are_equal
+from reshard.planner.estimates import StrategyBounds, bound_of_transfers
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_greedy
 from reshard.planner.strategies.chunking import routes_to_transfers
 from reshard.planner.strategies.greedy import GreedyProblem, order_greedily
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import NO_RANK
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Link
-from reshard.topology.presets import load_preset
+from reshard.topology.machine_presets import load_preset
+from reshard.topology.topology import Host, Link
 from tests.reference.greedy import order_python
 from tests.support.random_problems import random_problem
 
@@ -73,24 +73,24 @@ def test_no_plan_is_faster_than_its_floors(seed):
     src, dst, shape, topology = random_problem(seed)
     topology = replace(topology, inside_total_bytes_per_second=(None, 2e9, 3e8)[seed % 3])
     problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
-    floors = Floors(problem)
+    bounds = StrategyBounds(problem)
     num_receivers = (problem.receivers != NO_RANK).sum(axis=1)
     for name, strategy in CANDIDATES.items():
         transfers = routes_to_transfers(problem, strategy(problem))
         seconds = simulate(Plan(problem.tensors, topology, name, transfers)).makespan_seconds * (1 + 1e-9)
-        floor = [floor_of_transfers(problem, transfers), floors.of_merged]
+        bound = [bound_of_transfers(problem, transfers), bounds.of_merged]
         if name != "gathered_multicast":  # its messages carry regions of several holders
-            floor.append(floors.of_ungathered)
+            bound.append(bounds.of_ungathered)
         if name == "send_recv":
-            floor.append(floors.of_direct)
+            bound.append(bounds.of_direct)
         if name.startswith("multicast"):
-            floor.append(floors.of_trees)
+            bound.append(bounds.of_trees)
         if name.startswith("broadcast"):
-            floor.append(floors.of_broadcasts)
+            bound.append(bounds.of_broadcasts)
         if name == "global_all_gather":
-            floor.append(floors.of_ring)
-        assert max(floor) <= seconds, name
-    assert floors.of_ungathered <= floors.of_gathers(num_receivers)
+            bound.append(bounds.of_ring)
+        assert max(bound) <= seconds, name
+    assert bounds.of_ungathered <= bounds.of_gathers(num_receivers)
 
 
 def test_a_floor_is_never_taken_as_the_time_of_a_large_plan():
@@ -109,8 +109,8 @@ def test_send_recv_is_ruled_out_unplanned(monkeypatch):
     topology = Topology.uniform([rank // 4 for rank in range(32)])
     src, dst = Layout(Mesh.of("4x4"), "S01 R"), Layout(Mesh.of("4x4", first_rank=16), "R S0")
     problem = PlanProblem.of([TensorSpec((8192, 8192), "float32", src, dst)], topology)
-    floor = floor_of_transfers(problem, routes_to_transfers(problem, CANDIDATES["send_recv"](problem)))
-    assert Floors(problem).of_direct == pytest.approx(floor, rel=1e-6)
+    bound = bound_of_transfers(problem, routes_to_transfers(problem, CANDIDATES["send_recv"](problem)))
+    assert StrategyBounds(problem).of_direct == pytest.approx(bound, rel=1e-6)
     monkeypatch.setitem(CANDIDATES, "send_recv", None)
     assert make_plan(src, dst, (8192, 8192), "float32", topology=topology).strategy == "multicast"
 
@@ -121,21 +121,21 @@ def test_broadcasts_of_regions_on_one_host_are_ruled_out_unplanned(monkeypatch):
     src, dst = Layout(Mesh.of("4x4"), "S0 R"), Layout(Mesh.of("4x4", first_rank=16), "R S1")
     problem = PlanProblem.of([TensorSpec((8192, 8192), "float32", src, dst)], topology)
     for name in ("broadcast_naive", "broadcast_size", "broadcast_greedy"):
-        floor = floor_of_transfers(problem, routes_to_transfers(problem, CANDIDATES[name](problem)))
-        assert Floors(problem).of_broadcasts == pytest.approx(floor, rel=1e-9)
+        bound = bound_of_transfers(problem, routes_to_transfers(problem, CANDIDATES[name](problem)))
+        assert StrategyBounds(problem).of_broadcasts == pytest.approx(bound, rel=1e-9)
         monkeypatch.setitem(CANDIDATES, name, None)
-    monkeypatch.setattr("reshard.planner.auto.search_briefly", None)
+    monkeypatch.setattr("reshard.planner.auto_strategy.search_briefly", None)
     make_plan(src, dst, (8192, 8192), "float32", topology=topology)
 
 
-def test_floor_of_broadcasts_allows_large_chunks_in_a_star():
+def test_bound_of_broadcasts_allows_large_chunks_in_a_star():
     """Each holder sends to one rank of its host and to one of the other host, so chunks may be larger than 1 MiB."""
     topology = Topology.uniform([0] * 4 + [1] * 4, 3.125e9)
     spec = TensorSpec((32, 512, 256), "bfloat16", Layout(Mesh.of("2x2"), "S1"), Layout(Mesh.of("2x4"), "S1"))
     problem = PlanProblem.of([spec], topology)
     transfers = routes_to_transfers(problem, CANDIDATES["broadcast_naive"](problem))
     seconds = simulate(Plan((spec,), topology, "", transfers)).makespan_seconds
-    assert Floors(problem).of_broadcasts <= seconds * (1 + 1e-9)
+    assert StrategyBounds(problem).of_broadcasts <= seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("has_home_ports", [False, True])
@@ -152,12 +152,12 @@ def test_native_and_reference_greedy_orders_are_equal(seed, has_home_ports):
     tasks = chance.integers(1, 6, num_classes)
     nbytes = chance.integers(1, 2 ** int(chance.integers(2, 40)), tasks.sum())
     greedy_problem = GreedyProblem(
-        option_at=np.concatenate([[0], np.cumsum(options)]),
+        option_offsets=np.concatenate([[0], np.cumsum(options)]),
         home=home,
         crosses=chance.integers(0, 2, options.sum()),
-        port_at=np.cumsum([0, *map(len, rows)]),
+        port_offsets=np.cumsum([0, *map(len, rows)]),
         port=np.concatenate(rows),
-        task_at=np.concatenate([[0], np.cumsum(tasks)]),
+        task_offsets=np.concatenate([[0], np.cumsum(tasks)]),
         nbytes=np.where(nbytes % 3 == 0, 0, nbytes % 5) if has_home_ports else nbytes,
         num_hosts=num_hosts,
         num_ports=num_ports + num_hosts,
@@ -194,7 +194,7 @@ def test_auto_uses_the_greedy_order_if_it_wins():
 @pytest.mark.parametrize("limit", [1, 20_000_000])
 def test_plans_too_large_to_simulate_take_near_chunks(monkeypatch, limit):
     """The larger limit exceeds the number of messages to receivers, but not the number including those to relays."""
-    monkeypatch.setattr("reshard.planner.auto._LARGE", limit)
+    monkeypatch.setattr("reshard.planner.auto_strategy._LARGE", limit)
     _, spec, topology = random_pair(7, 234)
     plan, near, far = (
         plan_tensors([spec], topology=topology, strategy=strategy)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from reshard.plan.model import num_recv_slots
+from reshard.plan.plan import num_recv_slots
 from reshard.planner.multicast.native_schedule import ChunkSchedule
 from reshard.planner.multicast.relay_limits import _fits, limit_relay_staging
 from tests.reference.bipartite_matching import find_pairs
@@ -67,7 +67,7 @@ def test_staged_messages_that_do_not_fit_are_forwarded_at_once():
         sender=np.array([0, 0, 0, 5, 5, 5]),
         receiver=np.array([5, 5, 5, 6, 6, 6]),
         source=np.array([-1, -1, -1, 0, 1, 2]),
-        after_at=np.cumsum([0, *map(len, after)]),
+        after_offsets=np.cumsum([0, *map(len, after)]),
         after=np.array(list(itertools.chain(*after))),
     )
     workload = SimpleNamespace(
@@ -80,7 +80,14 @@ def test_staged_messages_that_do_not_fit_are_forwarded_at_once():
     made = limit_relay_staging(schedule, workload, 7, 2**17)
     assert made.piece.tolist() == [0, 0, 1, 1, 2, 2] and made.receiver.tolist() == [5, 6] * 3
     assert made.source.tolist() == [-1, 0, -1, 2, -1, 4]
-    assert [made.after[a:b].tolist() for a, b in itertools.pairwise(made.after_at)] == [[], [0], [0], [2], [2], [4]]
+    assert [made.after[a:b].tolist() for a, b in itertools.pairwise(made.after_offsets)] == [
+        [],
+        [0],
+        [0],
+        [2],
+        [2],
+        [4],
+    ]
     both = (np.array([0, 2]), np.array([5, 6]))
     needed = SimpleNamespace(**{**vars(workload), "class_receivers": both, "num_messages": 6})
     assert limit_relay_staging(schedule, needed, 7, 2**17) is schedule  # rank 5 needs the pieces, so it stages none

@@ -15,11 +15,11 @@ from reshard.plan.transfers import Transfers
 from reshard.planner.multicast import strategy as multicast_module
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import make_workload, multicast, nics_of
-from reshard.planner.registry import STRATEGIES
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
+from reshard.planner.strategy_registry import STRATEGIES
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Link
+from reshard.topology.topology import Host, Link
 from tests.reference.pod_chunk_scheduler import PodChunkScheduler
 from tests.reference.schedule import schedule_python
 from tests.support.random_problems import random_problem

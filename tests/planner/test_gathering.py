@@ -24,8 +24,8 @@ from reshard import (
 from reshard.errors import PlanError
 from reshard.plan import GATHERED, Plan, Transfers, expand_messages
 from reshard.planner.multicast.gathering import Gathering
-from reshard.planner.strategies.problem import PlanProblem
-from reshard.runtime.cpu import executor
+from reshard.planner.strategies.plan_problem import PlanProblem
+from reshard.runtime.cpu import program_executor
 from reshard.runtime.cpu.verification import TransferDigests, describe_copy
 from tests.support.memory_transport import run_in_threads
 from tests.support.random_problems import random_problem
@@ -88,7 +88,7 @@ def test_every_element_arrives(in_rounds):
 
 
 def test_a_rank_that_gathers_other_bytes_than_it_received_is_named(monkeypatch):
-    check = executor._Execution.check_gathered
+    check = program_executor._Execution.check_gathered
 
     def change_and_check(self, op, passed_on):
         *_, parts = passed_on.values()
@@ -96,13 +96,13 @@ def test_a_rank_that_gathers_other_bytes_than_it_received_is_named(monkeypatch):
         last[-1] += 1
         check(self, op, passed_on)
 
-    monkeypatch.setattr(executor._Execution, "check_gathered", change_and_check)
+    monkeypatch.setattr(program_executor._Execution, "check_gathered", change_and_check)
     plan = _plan("S0 S1", "S1 S0", (8, 8), "1x2", strategy="gathered_multicast")
     gathered = next(message for message in expand_messages(plan) if message.gathered)
     whole, ranks = whole_tensor((8, 8), torch.float32), plan.ranks
     sources = {rank: [take_shard(plan.tensors[0].src, rank, whole)] for rank in ranks}
     outs = {rank: [take_shard(plan.tensors[0].dst, rank, whole)] for rank in ranks}
-    with pytest.raises(executor.WrongCopyError) as caught:
+    with pytest.raises(program_executor.WrongCopyError) as caught:
         run_in_threads(plan, sources, outs, seconds=1, digests={rank: TransferDigests() for rank in ranks})
     assert caught.value.id in {message.id for message in expand_messages(plan) if message.gathered}
     text = describe_copy(plan, gathered.sender, gathered.id)
@@ -130,9 +130,9 @@ def test_plans_that_gather_what_is_not_there_are_refused():
     later, earlier = transfers.gathered[0].tolist()
     missing = transfers.after.tolist()
     missing.remove(earlier)  # the first gathered transfer is the first that has any `after`
-    at = transfers.after_at - (torch.arange(len(transfers) + 1) > later).numpy()
+    at = transfers.after_offsets - (torch.arange(len(transfers) + 1) > later).numpy()
     with pytest.raises(PlanError, match="which is not in `after`"):
-        check_plan(replace(plan, transfers=_changed(plan, after=missing, after_at=at)))
+        check_plan(replace(plan, transfers=_changed(plan, after=missing, after_offsets=at)))
     first = int((transfers.source == -1).argmax())
     source = transfers.source.copy()
     source[first] = GATHERED

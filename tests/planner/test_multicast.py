@@ -21,10 +21,10 @@ from reshard.planner.multicast.classes import Classes, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import make_workload, multicast_from_fast, nics_of, without_slow_holders
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Link
-from reshard.topology.presets import load_preset
+from reshard.topology.machine_presets import load_preset
+from reshard.topology.topology import Host, Link
 from tests.reference.schedule import schedule_python
 from tests.support.memory_transport import run_in_threads
 from tests.support.strategies_of_cases import cases

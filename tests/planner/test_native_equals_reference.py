@@ -16,7 +16,7 @@ from reshard.planner.multicast.classes import Classes, group_rows
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import make_workload, nics_of
 from reshard.planner.strategies.chunking import INSIDE_WINDOW, WINDOW
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.sender_selection import SendLoads, pick_sender, pick_senders, real_ranks
 from reshard.planner.strategies.trees import along_trees
 from reshard.ragged import NO_RANK
@@ -97,7 +97,7 @@ def test_native_and_reference_senders_and_trees_are_equal(seed):
     order = [(t, chance.choice(real_ranks(problem.holders[t]))) for t in tasks]
     routes = along_trees(problem, order)
     assert list(zip(routes.sender.tolist(), routes.receiver.tolist(), strict=True)) == grow_python(problem, order)
-    assert np.diff(routes.edge_at).tolist() == (problem.receivers[tasks] != NO_RANK).sum(axis=1).tolist()
+    assert np.diff(routes.edge_offsets).tolist() == (problem.receivers[tasks] != NO_RANK).sum(axis=1).tolist()
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -109,24 +109,24 @@ def test_native_and_reference_rotations_are_equal(seed):
     if not len(classes):
         pytest.skip("nothing moves")
     holder = [chance.choice(real_ranks(row)) for row in classes.holders]
-    piece_at = [0, *np.cumsum([chance.randint(1, 3) for _ in holder]).tolist()]
+    piece_offsets = [0, *np.cumsum([chance.randint(1, 3) for _ in holder]).tolist()]
     rotates = chance.random() < 0.5
     most_bytes = float(classes.nbytes.sum()) * chance.choice((0.2, 1.0, 10.0))
-    expected = rotate_python(classes, holder, piece_at, topology, rotates, most_bytes)
-    count = int((np.diff(piece_at) * (classes.receivers != NO_RANK).sum(axis=1)).sum())
-    names = ("region", "sender", "receiver", "window", "source", "after_at", "after")
+    expected = rotate_python(classes, holder, piece_offsets, topology, rotates, most_bytes)
+    count = int((np.diff(piece_offsets) * (classes.receivers != NO_RANK).sum(axis=1)).sum())
+    names = ("region", "sender", "receiver", "window", "source", "after_offsets", "after")
     found = {name: np.empty(count, dtype=np.int64) for name in names[:5]}
-    found |= {"after_at": np.empty(count + 1, dtype=np.int64), "after": np.empty(2 * count, dtype=np.int64)}
+    found |= {"after_offsets": np.empty(count + 1, dtype=np.int64), "after": np.empty(2 * count, dtype=np.int64)}
     host = topology.host_by_rank
     nic = host * MAX_NICS + topology.nic_by_rank
-    arrays = classes.receivers, np.array(holder), classes.nbytes, np.array(piece_at), host, nic
+    arrays = classes.receivers, np.array(holder), classes.nbytes, np.array(piece_offsets), host, nic
     limits = topology.num_hosts * MAX_NICS, rotates, most_bytes, WINDOW, INSIDE_WINDOW
     num_after = _native.rotate(*arrays, *limits, **found)
     if expected is None:
         assert num_after == -1
         return
     rows = [[*row] for row in zip(*(found[name].tolist() for name in names[:4]), strict=True)]
-    after = np.split(found["after"][:num_after], found["after_at"][1:-1])
+    after = np.split(found["after"][:num_after], found["after_offsets"][1:-1])
     assert [[*row[:4], row[4], row[5]] for row in expected] == [
         [*row, each.tolist(), source] for row, each, source in zip(rows, after, found["source"].tolist(), strict=True)
     ]

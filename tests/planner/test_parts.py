@@ -9,10 +9,10 @@ from reshard.cost.serial_ports import serial_seconds
 from reshard.plan import Plan
 from reshard.plan.check import check_plan
 from reshard.planner import plan_tensors
-from reshard.planner.multicast import parts, strategy
+from reshard.planner.multicast import problem_parts, strategy
 from reshard.planner.multicast.strategy import schedule_chunks
 from reshard.planner.strategies.chunking import routes_to_transfers
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.sharding import TensorSpec
 from reshard.topology import Host, Link, Topology
 from tests.campaigns.estimates import make_plans, make_problem
@@ -37,7 +37,7 @@ def experts(oversubscription, dst=("4x16", "S1 R R"), slow_host_rate=RATE, num_e
     return PlanProblem.of([TensorSpec((num_experts, 16384, 4096), "bfloat16", *layouts, "experts")], topology)
 
 
-def _plan(problem, max_together=parts.MAX_TOGETHER):
+def _plan(problem, max_together=problem_parts.MAX_TOGETHER):
     transfers = routes_to_transfers(problem, schedule_chunks(problem, max_together=max_together))
     plan = Plan(problem.tensors, problem.topology, "multicast", transfers)
     check_plan(plan)
@@ -59,13 +59,13 @@ def test_equal_parts_are_scheduled_once_and_take_no_longer(oversubscription, dst
     make_schedule = strategy.make_schedule
     monkeypatch.setattr(strategy, "make_schedule", lambda *args: made.append(args) or make_schedule(*args))
     split = _plan(problem, max_together=0)
-    assert len(parts.split_by_ports(problem, 0)) == num_parts and len(made) == 1
+    assert len(problem_parts.split_by_ports(problem, 0)) == num_parts and len(made) == 1
     assert simulate(split).makespan_seconds <= 1.02 * simulate(whole).makespan_seconds
 
 
 @pytest.mark.parametrize("options", [{"slow_host_rate": RATE / 2}, {"num_experts": 31}])
 def test_unequal_parts_are_scheduled_together(options):
-    assert parts.split_by_ports(experts(2, **options), 0) == []
+    assert problem_parts.split_by_ports(experts(2, **options), 0) == []
 
 
 def test_auto_tries_parts_of_small_problems():

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from reshard import Layout, Mesh, Topology, check_plan, make_plan
 from reshard.errors import RankLostError
 from reshard.plan.messages import expand_messages
-from reshard.planner.recovery import (
+from reshard.planner.recovery_plans import (
     MissingBox,
     RankProgress,
     _cut,
@@ -22,7 +22,7 @@ from reshard.planner.recovery import (
     view_pieces,
     whole_tensors,
 )
-from reshard.planner.registry import STRATEGIES
+from reshard.planner.strategy_registry import STRATEGIES
 from tests.support.memory_transport import run_in_threads
 from tests.support.strategies_of_cases import cases
 from tests.support.tensors import same_bytes, take_shard, whole_tensor

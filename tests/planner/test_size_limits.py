@@ -18,9 +18,9 @@ from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.strategy import nics_of
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
-from reshard.planner.strategies.direct import send_recv
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
+from reshard.planner.strategies.sends_and_all_gathers import send_recv
 from reshard.sharding import TensorSpec
 from reshard.topology import Host, Link
 
@@ -170,7 +170,7 @@ def test_broadcast_in_rotation_above_the_host_limit(monkeypatch):
         ({"task": [-1, 1]}, r"strategy odd: task\[0\] is -1, but the tasks are 0 to 1"),
         ({"sender": [0, 7]}, r"strategy odd: sender\[1\] is 7, but the ranks are 0-2"),
         ({"receiver": [-5, 2]}, r"strategy odd: receiver\[0\] is -5, but the ranks are 0-2"),
-        ({"edge_at": [0, 7, 2]}, "strategy odd: edge_at must rise from 0 to 2 in 2 steps"),
+        ({"edge_offsets": [0, 7, 2]}, "strategy odd: edge_offsets must rise from 0 to 2 in 2 steps"),
         ({"sender": [0.0, 1.0]}, r"strategy odd: sender must have shape \[2\] and hold integers, .* dtype float64"),
         ({"stop": [[4]]}, r"strategy odd: stop must have shape \[2, 1\] and hold integers, for 2 routes"),
         (None, "strategy odd: index 2 of tasks in the routes: the tasks are 0 to 1"),

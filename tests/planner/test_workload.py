@@ -10,23 +10,23 @@ import pytest
 import torch
 
 from reshard import Layout, Mesh, Topology, make_plan
-from reshard.cost.report import CostReport
+from reshard.cost.cost_report import CostReport
 from reshard.errors import ArgumentError, PlanError
 from reshard.plan.messages import expand_messages
 from reshard.plan.ordering import find_sender_switches, find_waits
 from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
-from reshard.planner import auto
-from reshard.planner.estimates import Floors
+from reshard.planner import auto_strategy
+from reshard.planner.estimates import StrategyBounds
+from reshard.planner.multicast.chunk_workload import ChunkWorkload
 from reshard.planner.multicast.strategy import make_workload, multicast
-from reshard.planner.multicast.workload import ChunkWorkload
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
-from reshard.planner.strategies.direct import send_recv
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
+from reshard.planner.strategies.sends_and_all_gathers import send_recv
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.model import Host, Link
+from reshard.topology.topology import Host, Link
 from tests.support.random_problems import random_problem
 
 
@@ -60,7 +60,7 @@ def test_small_regions_with_one_tree_share_messages(strategy, receivers):
     specs.insert(20, TensorSpec((16,), "int32", *layouts, "other"))
     specs += [TensorSpec((2**16 + index,), "int8", *layouts, f"large {index}") for index in range(2)]
     plan = plan_tensors(specs, strategy=strategy, topology=Topology(tuple(range(1 + receivers))))
-    assert sorted(np.diff(plan.transfers.box_at).tolist()) == [1, 1, 1, 6, 17, 17]  # 17 fit into 1 MiB
+    assert sorted(np.diff(plan.transfers.box_offsets).tolist()) == [1, 1, 1, 6, 17, 17]  # 17 fit into 1 MiB
     assert plan.num_messages == 43 * receivers
 
 
@@ -141,14 +141,14 @@ def test_chunks_are_at_most_32_mib():
 def _tried(problem, monkeypatch):
     """The strategies that ``auto`` plans when lower bounds rule out none."""
     tried = []
-    plan = auto._Choice.plan
-    monkeypatch.setattr(auto._Choice, "plan", lambda self, name: tried.append(name) or plan(self, name))
-    monkeypatch.setattr(Floors, "of_ungathered", 0.0)  # no plan is close enough to stop
-    monkeypatch.setattr(auto, "_VARIANT_CUTOFF", np.inf)
+    plan = auto_strategy._Choice.plan
+    monkeypatch.setattr(auto_strategy._Choice, "plan", lambda self, name: tried.append(name) or plan(self, name))
+    monkeypatch.setattr(StrategyBounds, "of_ungathered", 0.0)  # no plan is close enough to stop
+    monkeypatch.setattr(auto_strategy, "_VARIANT_CUTOFF", np.inf)
     for kind in ("of_trees", "of_broadcasts"):
-        monkeypatch.setattr(Floors, kind, 0.0)
-    monkeypatch.setattr(Floors, "of_gathers", lambda self, num_receivers: 0.0)
-    auto.choose_fastest(problem)
+        monkeypatch.setattr(StrategyBounds, kind, 0.0)
+    monkeypatch.setattr(StrategyBounds, "of_gathers", lambda self, num_receivers: 0.0)
+    auto_strategy.choose_fastest(problem)
     monkeypatch.undo()
     return set(tried)
 
@@ -212,10 +212,10 @@ def test_auto_compares_estimates_above_the_simulation_limit(monkeypatch):
     """Two replicas on one host: send_recv sends the bytes twice over the link, so it takes twice as long."""
     spec = TensorSpec((2**26,), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2])))
     problem = PlanProblem.of([spec], Topology((0, 1, 1)))
-    chosen = auto.choose_fastest(problem)[0]
+    chosen = auto_strategy.choose_fastest(problem)[0]
     monkeypatch.setattr("reshard.cost.prediction.MAX_OPERATIONS", 0)
-    monkeypatch.setattr(auto, "_LARGE", 0)
-    assert auto.choose_fastest(problem)[0] == chosen == "multicast"
+    monkeypatch.setattr(auto_strategy, "_LARGE", 0)
+    assert auto_strategy.choose_fastest(problem)[0] == chosen == "multicast"
 
 
 def test_messages_follow_the_last_messages_of_transfers_they_depend_on():
@@ -227,7 +227,9 @@ def test_messages_follow_the_last_messages_of_transfers_they_depend_on():
         transfers = plan.transfers
         last = {}  # id of the last box of the last message, by transfer
         for message in expand_messages(plan):
-            named = transfers.after[transfers.after_at[message.transfer] : transfers.after_at[message.transfer + 1]]
+            named = transfers.after[
+                transfers.after_offsets[message.transfer] : transfers.after_offsets[message.transfer + 1]
+            ]
             wanted = [last[transfer] for transfer in named.tolist()]
             if transfers.source[message.transfer] >= 0:
                 source = last[int(transfers.source[message.transfer])]

@@ -1,4 +1,4 @@
-"""The reference implementation of ``native/bipartite_matching.h``: weighted matching of senders and receivers."""
+"""The reference implementation of ``native/multicast/bipartite_matching.h``: weighted matching of senders and receivers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference implementation of ``native/chunk_scheduler.h``: list scheduling of chunks on ports.
+"""Reference implementation of ``native/multicast/chunk_scheduler.h``: list scheduling of chunks on ports.
 
 The scheduler advances a simulated clock. Whenever ports are free, it matches senders and receivers so that the ports
 with the most work left are busy. Each pair transfers the rarest chunk that the sender's host has and the receiver's
@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 
-from reshard.planner.multicast.workload import CHUNK_UNITS, ChunkWorkload, Nics
+from reshard.planner.multicast.chunk_workload import CHUNK_UNITS, ChunkWorkload, Nics
 from tests.reference.bipartite_matching import find_pairs
 from tests.reference.chunk_state import ChunkState
 from tests.reference.proportional_fairness import share_ports

@@ -1,8 +1,8 @@
-"""The reference implementation of ``native/chunk_state.h``: the chunks of each host, and the work left at each host."""
+"""The reference implementation of ``native/multicast/chunk_state.h``: the chunks of each host, and the work left at each host."""
 
 from __future__ import annotations
 
-from reshard.planner.multicast.workload import ChunkWorkload, Nics, rows_of
+from reshard.planner.multicast.chunk_workload import ChunkWorkload, Nics, rows_of
 
 
 class ChunkState:
@@ -72,7 +72,7 @@ class ChunkState:
     def _place_ranks(self, workload: ChunkWorkload) -> None:
         of_rank = self.nics.of_rank
         having, needing = rows_of(workload.class_holders), rows_of(workload.class_receivers)
-        for chunk, k in enumerate(workload.piece_class[workload.piece_at[:-1]].tolist()):
+        for chunk, k in enumerate(workload.piece_class[workload.piece_offsets[:-1]].tolist()):
             for rank in having[k]:
                 self.near_out[of_rank[rank]] |= 1 << chunk
             for rank in needing[k]:

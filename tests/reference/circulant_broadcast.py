@@ -1,8 +1,8 @@
-"""Reference implementation of ``native/circulant_broadcast.h``: chunks from one host to all others, in slots."""
+"""Reference implementation of ``native/multicast/circulant_broadcast.h``: chunks from one host to all others, in slots."""
 
 from __future__ import annotations
 
-from reshard.planner.multicast.workload import ChunkWorkload, Nics, rows_of
+from reshard.planner.multicast.chunk_workload import ChunkWorkload, Nics, rows_of
 from tests.reference.chunk_scheduler import ChunkSends
 
 

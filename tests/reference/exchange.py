@@ -1,4 +1,4 @@
-"""Reference implementations of ``native/exchange.cpp``: equal rows, messages of a rotation, and loads of direct sends."""
+"""Reference implementations of ``native/strategies/exchange.cpp``: equal rows, messages of a rotation, and loads of direct sends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.strategies.chunking import INSIDE_WINDOW, WINDOW
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology
 
@@ -28,7 +28,7 @@ def number_rows_python(rows: np.ndarray) -> tuple[list[int], list[int]]:
 
 
 def rotate_python(
-    classes: Classes, holder: list[int], piece_at: list[int], topology: Topology, rotates: bool, most_bytes: float
+    classes: Classes, holder: list[int], piece_offsets: list[int], topology: Topology, rotates: bool, most_bytes: float
 ) -> Messages | None:
     """The messages of a rotation in order; None if its ports are busy for more than ``most_bytes``."""
     host = topology.host_of_rank
@@ -59,7 +59,7 @@ def rotate_python(
     messages: Messages = []
     last_sent, last_received = {}, {}
     for slot, i, k, j, chain in order:
-        for piece in range(piece_at[k], piece_at[k + 1]):
+        for piece in range(piece_offsets[k], piece_offsets[k + 1]):
             for hop, receiver in enumerate(chain):
                 number = len(messages)
                 if hop:

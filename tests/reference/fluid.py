@@ -55,8 +55,8 @@ class _Flow:
         self.price = [0.0] * len(self.burst)  # of each port, kept by share_ports between its calls
         self.saving = [0.0] * len(self.burst)  # bytes per second into each bucket, negative while it drains
         self.has_bursts = max(self.burst, default=0.0) > 0
-        self.ports = _rows(n.port_at, n.port)
-        after = _rows(n.after_at, n.after)
+        self.ports = _rows(n.port_offsets, n.port)
+        after = _rows(n.after_offsets, n.after)
         self.left = [len(row) for row in after]  # number of unfinished messages that each message waits for
         self.next: list[list[int]] = [[] for _ in range(count)]  # messages that wait for each message
         for message, row in enumerate(after):

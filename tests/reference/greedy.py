@@ -1,4 +1,4 @@
-"""The reference implementation of ``order_greedily`` of ``native/strategies.cpp``."""
+"""The reference implementation of ``order_greedily`` of ``native/strategies/strategies.cpp``."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from reshard.planner.strategies.greedy import _SEED, GreedyProblem
 def order_python(greedy_problem: GreedyProblem) -> tuple[np.ndarray, np.ndarray]:
     """See :func:`reshard.planner.strategies.greedy.order_greedily`."""
     tries, at_once = greedy_problem.effort
-    option_at, home, crosses = (
-        greedy_problem.option_at.tolist(),
+    option_offsets, home, crosses = (
+        greedy_problem.option_offsets.tolist(),
         greedy_problem.home.tolist(),
         greedy_problem.crosses.tolist(),
     )
-    port_at, port = greedy_problem.port_at.tolist(), greedy_problem.port.tolist()
-    masks = [sum(1 << p for p in port[port_at[w] : port_at[w + 1]]) for w in range(len(home))]
-    task_at, nbytes = greedy_problem.task_at.tolist(), greedy_problem.nbytes.tolist()
-    left = [task_at[i + 1] for i in range(len(option_at) - 1)]  # per class, the end of its unsent tasks
+    port_offsets, port = greedy_problem.port_offsets.tolist(), greedy_problem.port.tolist()
+    masks = [sum(1 << p for p in port[port_offsets[w] : port_offsets[w + 1]]) for w in range(len(home))]
+    task_offsets, nbytes = greedy_problem.task_offsets.tolist(), greedy_problem.nbytes.tolist()
+    left = [task_offsets[i + 1] for i in range(len(option_offsets) - 1)]  # per class, the end of its unsent tasks
     load = [0] * greedy_problem.num_hosts
     rng = random.Random(_SEED)
     classes, options = [], []
-    alive = [i for i in range(len(left)) if left[i] > task_at[i]]
+    alive = [i for i in range(len(left)) if left[i] > task_offsets[i]]
     while alive:
         best: tuple[tuple[int, int], list[tuple[int, int]]] | None = None
         for _ in range(tries):
@@ -32,7 +32,7 @@ def order_python(greedy_problem: GreedyProblem) -> tuple[np.ndarray, np.ndarray]
             taken, chosen, total = 0, [], 0
             sent: dict[int, int] = {}
             for i in order:
-                free = [w for w in range(option_at[i], option_at[i + 1]) if not masks[w] & taken]
+                free = [w for w in range(option_offsets[i], option_offsets[i + 1]) if not masks[w] & taken]
                 if free:
                     option = min(free, key=lambda w: load[home[w]] + sent.get(home[w], 0))
                     taken |= masks[option]
@@ -46,11 +46,11 @@ def order_python(greedy_problem: GreedyProblem) -> tuple[np.ndarray, np.ndarray]
                 best = (score, chosen)
         assert best is not None
         for i, option in sorted(best[1]):
-            for _ in range(min(at_once, left[i] - task_at[i])):
+            for _ in range(min(at_once, left[i] - task_offsets[i])):
                 left[i] -= 1
                 classes.append(i)
                 options.append(option)
                 if crosses[option]:
                     load[home[option]] += nbytes[left[i]]
-        alive = [i for i in alive if left[i] > task_at[i]]
+        alive = [i for i in alive if left[i] > task_offsets[i]]
     return np.array(classes, dtype=np.int64), np.array(options, dtype=np.int64)

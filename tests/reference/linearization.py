@@ -1,4 +1,4 @@
-"""Reference implementation of ``native/linearization.h``: one total order of all messages."""
+"""Reference implementation of ``native/multicast/linearization.h``: one total order of all messages."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from reshard.scheduler.graph import Pipeline
 from reshard.scheduler.ir.actions import Action, Kind, StageChannel
+from reshard.scheduler.pipeline import Pipeline
 from reshard.scheduler.schedules.list_scheduling import DispatchRule
 from reshard.scheduler.simulation.channels import LinkRates, make_channel_states
 

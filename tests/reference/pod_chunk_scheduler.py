@@ -1,10 +1,10 @@
-"""The reference implementation of ``native/pod_chunk_scheduler.h``: chunk scheduling with pods, which share uplinks."""
+"""The reference implementation of ``native/multicast/pod_chunk_scheduler.h``: chunk scheduling with pods, which share uplinks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from reshard.planner.multicast.workload import CHUNK_UNITS
+from reshard.planner.multicast.chunk_workload import CHUNK_UNITS
 from tests.reference.chunk_scheduler import ChunkScheduler
 
 _PASSES = 8

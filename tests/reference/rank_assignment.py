@@ -1,11 +1,11 @@
-"""The reference implementation of ``native/rank_assignment.h``: sends between NICs become messages between ranks."""
+"""The reference implementation of ``native/multicast/rank_assignment.h``: sends between NICs become messages between ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from reshard.planner.multicast.chunk_workload import ChunkWorkload, Nics, rows_of
 from reshard.planner.multicast.host_classes import LONGEST_CHAIN
-from reshard.planner.multicast.workload import ChunkWorkload, Nics, rows_of
 from tests.reference.chunk_scheduler import ChunkSends
 
 #: Limit on pieces that a rank stages for other ranks. A rank that dropped a piece too early receives it again.
@@ -89,10 +89,10 @@ class RankAssignment:
                     holder = self.least(self.holders[k][host], self.sent)
                     brought = self.where[piece, host] = dict.fromkeys(self.holders[k][host], -1)
                     self.fan_out(piece, holder, ranks, brought, 0.0, 0.0)
-        chunk_sends, piece_at = self.chunk_sends, self.workload.piece_at.tolist()
+        chunk_sends, piece_offsets = self.chunk_sends, self.workload.piece_offsets.tolist()
         last = [-1] * len(chunk_sends.chunk)  # last message of each send
         for chunk_send, chunk in enumerate(chunk_sends.chunk):
-            pieces = range(piece_at[chunk], piece_at[chunk + 1])
+            pieces = range(piece_offsets[chunk], piece_offsets[chunk + 1])
             total, sent = sum(self.piece_bytes[piece] for piece in pieces), 0
             start, duration = chunk_sends.start[chunk_send], chunk_sends.end[chunk_send] - chunk_sends.start[chunk_send]
             after = [last[earlier] for earlier in chunk_sends.after[chunk_send]]

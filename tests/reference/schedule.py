@@ -1,11 +1,11 @@
-"""Reference implementation of ``native/schedule.cpp``: makes a schedule from a workload."""
+"""Reference implementation of ``native/multicast/schedule.cpp``: makes a schedule from a workload."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from reshard.planner.multicast.chunk_workload import ChunkWorkload, Nics
 from reshard.planner.multicast.native_schedule import ChunkSchedule, put_in_order
-from reshard.planner.multicast.workload import ChunkWorkload, Nics
 from tests.reference.chunk_scheduler import ChunkScheduler
 from tests.reference.circulant_broadcast import send_in_circles
 from tests.reference.linearization import linearize
@@ -20,7 +20,7 @@ def schedule_python(nics: Nics, workload: ChunkWorkload) -> ChunkSchedule:
     else:
         chunk_sends = (PodChunkScheduler if nics.pod else ChunkScheduler)(nics, workload).run()
     messages = RankAssignment(nics, workload, chunk_sends).run()
-    after_at = np.cumsum([0] + [len(row) for row in messages.after])
+    after_offsets = np.cumsum([0] + [len(row) for row in messages.after])
     after = np.array([i for row in messages.after for i in row], dtype=np.int64)
     piece, sender, receiver, source = (
         np.array(column, dtype=np.int64)
@@ -34,4 +34,4 @@ def schedule_python(nics: Nics, workload: ChunkWorkload) -> ChunkSchedule:
         order = np.lexsort((~crosses, np.array(messages.end, dtype=np.float64)))
     else:
         order = np.array(linearize(messages, crosses.tolist()), dtype=np.int64)
-    return put_in_order(ChunkSchedule(piece, sender, receiver, source, after_at, after), order)
+    return put_in_order(ChunkSchedule(piece, sender, receiver, source, after_offsets, after), order)

@@ -68,7 +68,7 @@ def serial_seconds_python(plan: Plan) -> float:
             continue
         path = _path(plan, sender, receiver)
         a, b = topology.host_of_rank[sender], topology.host_of_rank[receiver]
-        earlier = messages.after[messages.after_at[i] : messages.after_at[i + 1]].tolist()
+        earlier = messages.after[messages.after_offsets[i] : messages.after_offsets[i + 1]].tolist()
         begin = max([started[sender, a == b], *(arrived[other] for other in earlier)])
         begin = max([begin, *(rounds[other].end for other in earlier if other in rounds)])
         for ends, back in ((sent[sender, a == b], window), (received[receiver], recvs_ahead(window))):

@@ -1,4 +1,4 @@
-"""The reference implementation of ``grow_trees`` of ``native/strategies.cpp``: broadcast trees, one after another."""
+"""The reference implementation of ``grow_trees`` of ``native/strategies/strategies.cpp``: broadcast trees, one after another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.sender_selection import real_ranks
 from reshard.ragged import NO_RANK
 

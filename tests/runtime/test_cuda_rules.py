@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from reshard import Layout, Mesh, make_plan
-from reshard.api import handle
 from reshard.api.arrays.tensor_checks import check_movable
+from reshard.api.transfers import handle
 from reshard.coordination.liveness import heartbeat
 from reshard.errors import ArgumentError
 from reshard.runtime.cpu.staging import TorchMemory
@@ -22,9 +22,9 @@ from reshard.runtime.cuda import nccl_exchange, stream
 from reshard.runtime.cuda.nccl_exchange import NcclCollectives
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds import runner as rounds_runner
-from reshard.runtime.rounds.memory import ONE_STREAM
+from reshard.runtime.rounds.device_interfaces import ONE_STREAM
+from reshard.runtime.rounds.round_assignment import find_rounds, rounds_of
 from reshard.runtime.rounds.runner import RoundRunner
-from reshard.runtime.rounds.schedule import find_rounds, rounds_of
 from reshard.runtime.transport.connections import Connections
 from tests.support.memory_transport import PythonCopier
 

@@ -16,12 +16,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests import first_card
+from tests import gpu_check
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("check", first_card.CHECKS, ids=lambda check: check.what)
+@pytest.mark.parametrize("check", gpu_check.CHECKS, ids=lambda check: check.what)
 @pytest.mark.parametrize("side", ["arguments", "standin"])
 def test_every_check_selects_tests(check, side):
     arguments = getattr(check, side)
@@ -42,7 +42,7 @@ def test_every_check_selects_tests(check, side):
 
 
 def _checks(*codes, **options):
-    return [first_card.Check(code, ("-c", code), (), 30.0, **options) for code in codes]
+    return [gpu_check.Check(code, ("-c", code), (), 30.0, **options) for code in codes]
 
 
 def _is_running(pid):
@@ -60,18 +60,18 @@ def test_checks_report_failures_and_end_at_their_limits(tmp_path, monkeypatch, c
     crash, run = "import ctypes; ctypes.string_at(0)", "import os; print(os.environ['RESHARD_CHECKED'])"
     idle, fails, crashes, passes = _checks(hangs, leaves, crash, run, variables=(("RESHARD_CHECKED", "yes"),))
     passes = dataclasses.replace(passes, is_timed=True)
-    late = first_card.Check("late", ("-c", ""), (), 30.0)
-    idle = first_card.Check("hangs", idle.arguments, (), 1.5)
-    tool = first_card.Check("tool", ("-c", ""), (), 30.0, "no-such-tool --flag")
-    monkeypatch.setattr(first_card, "CHECKS", [idle, fails, crashes, passes, tool])
+    late = gpu_check.Check("late", ("-c", ""), (), 30.0)
+    idle = gpu_check.Check("hangs", idle.arguments, (), 1.5)
+    tool = gpu_check.Check("tool", ("-c", ""), (), 30.0, "no-such-tool --flag")
+    monkeypatch.setattr(gpu_check, "CHECKS", [idle, fails, crashes, passes, tool])
     begun = time.monotonic()
     pages = []
 
     def save(runs):
-        first_card.write_results(tmp_path / "out", "a machine", runs)
+        gpu_check.write_results(tmp_path / "out", "a machine", runs)
         pages.append((tmp_path / "out" / "first-card.md").read_text())
 
-    runs = first_card.run_checks(tmp_path, False, begun + 60, save)
+    runs = gpu_check.run_checks(tmp_path, False, begun + 60, save)
     assert [run.decision for run in runs] == [
         "FAILED (124)", "FAILED (3)", "FAILED (-11)", "passed", "not run (no-such-tool is not installed)"
     ]  # fmt: skip
@@ -79,9 +79,9 @@ def test_checks_report_failures_and_end_at_their_limits(tmp_path, monkeypatch, c
     assert runs[0].output.count("in stuck") == 2  # both processes say where they were
     left = [int(line) for run in runs[:2] for line in run.output.splitlines() if line.isdigit()]
     assert len(left) == 3 and not any(map(_is_running, left))
-    assert first_card.Run(late, tmp_path, False, begun).decision == "not run (no time left of 280 s)"
+    assert gpu_check.Run(late, tmp_path, False, begun).decision == "not run (no time left of 280 s)"
     assert len(pages) == 5 and "| hangs | under way |" in pages[0]
-    only = first_card.run_checks(tmp_path, False, time.monotonic() + 60, lambda runs: None, "TOOL")
+    only = gpu_check.run_checks(tmp_path, False, time.monotonic() + 60, lambda runs: None, "TOOL")
     assert [run.check.what for run in only] == ["tool"]
     assert "| FAILED (-11) |" in pages[-1] and "## hangs: FAILED (124)" in pages[-1]
     assert (tmp_path / "out" / "3.txt").read_text().startswith(sys.executable)
@@ -90,26 +90,26 @@ def test_checks_report_failures_and_end_at_their_limits(tmp_path, monkeypatch, c
 
 def test_process_that_cannot_be_killed_is_left_behind(monkeypatch):
     for name in ("END_SECONDS", "CHILD_SECONDS"):
-        monkeypatch.setattr(first_card, name, 0.1)
+        monkeypatch.setattr(gpu_check, name, 0.1)
     process = Mock(pid=-1, returncode=None)
     process.wait.side_effect = subprocess.TimeoutExpired("check", 1.0)
     signals = []
     monkeypatch.setattr(os, "killpg", lambda pid, number: signals.append(number))
-    assert first_card.end_process(process, time.monotonic()) == 137
+    assert gpu_check.end_process(process, time.monotonic()) == 137
     assert [number for number in signals if number] == [signal.SIGABRT, signal.SIGKILL]
 
 
 def test_code_that_hangs_is_ended():
-    status, output = first_card.run_python("print('begun', flush=True); import time; time.sleep(60)", 0.5)
+    status, output = gpu_check.run_python("print('begun', flush=True); import time; time.sleep(60)", 0.5)
     assert status == 124 and output.startswith("begun")
 
 
 def test_unreachable_loopback_is_named(monkeypatch):
-    first_card.check_loopback()
+    gpu_check.check_loopback()
 
     def refuse(*_, **__):
         raise OSError(101, "Network is unreachable")
 
     monkeypatch.setattr(socket, "create_connection", refuse)
     with pytest.raises(SystemExit, match="ip link set lo up"):
-        first_card.check_loopback()
+        gpu_check.check_loopback()

@@ -14,15 +14,15 @@ from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
 from reshard.errors import PlanError, TransferTimeoutError
 from reshard.plan.text_parser import parse_plan
 from reshard.planner.planning import plan_tensors
-from reshard.runtime.cpu import executor
-from reshard.runtime.cpu.executor import RunOptions, WrongCopyError, run_program
-from reshard.runtime.cpu.progress import Tally, describe_progress
+from reshard.runtime.cpu import program_executor
+from reshard.runtime.cpu.program_executor import RunOptions, WrongCopyError, run_program
 from reshard.runtime.cpu.staging import MANY_BOXES, MAX_WINDOW, Pool, Staging, view_as_bits
+from reshard.runtime.cpu.transfer_progress import Tally, describe_progress
 from reshard.runtime.cpu.verification import TransferDigests, find_fault
 from reshard.runtime.program import build_program
 from reshard.runtime.transport.connections import ABORT_TAG
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology.files import topology_from_json
+from reshard.topology.topology_files import topology_from_json
 from tests.support.memory_transport import MemoryHub, MemoryTransport, run_in_threads
 from tests.support.random_problems import random_problem
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
@@ -111,20 +111,20 @@ def test_digest_of_a_relayed_message_is_of_its_buffer(monkeypatch):
         return find_fault(plan, *sides)
 
     assert run() is None
-    finish = executor._Execution.finish_recv
+    finish = program_executor._Execution.finish_recv
 
     def spoil(self, op, slot):
         if op.id in relays:
             slot[0] ^= 1
         finish(self, op, slot)
 
-    monkeypatch.setattr(executor._Execution, "finish_recv", spoil)
+    monkeypatch.setattr(program_executor._Execution, "finish_recv", spoil)
     assert "passed on other bytes" in run()
 
 
 def test_tag_ranges_are_disjoint():
-    firsts = 0, executor.NOTIFY_TAG, executor.VERIFY_TAG, ABORT_TAG
-    assert all(end - start >= executor.NOTIFY_TAG for start, end in itertools.pairwise(firsts))
+    firsts = 0, program_executor.NOTIFY_TAG, program_executor.VERIFY_TAG, ABORT_TAG
+    assert all(end - start >= program_executor.NOTIFY_TAG for start, end in itertools.pairwise(firsts))
 
 
 def test_program_that_cannot_proceed_fails_at_once():
@@ -380,7 +380,7 @@ def test_receives_under_way_stay_within_the_limit():
 def test_local_copy_is_verified_only_with_digests(verifies, monkeypatch):
     plan = make_plan(Layout(Mesh([0])), Layout(Mesh([0])), (4,), "int8")
     program = build_program(plan, 0)
-    monkeypatch.setattr(executor, "is_copy_of", lambda target, source: False)  # pretend that the copy differs
+    monkeypatch.setattr(program_executor, "is_copy_of", lambda target, source: False)  # pretend that the copy differs
     sides = [torch.ones(4, dtype=torch.uint8)], [torch.zeros(4, dtype=torch.uint8)]
     digests = TransferDigests() if verifies else None
     run = functools.partial(

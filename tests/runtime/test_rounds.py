@@ -13,25 +13,20 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
 from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
-from reshard.cli.demo import shard_of_positions
+from reshard.cli.demo_transfers import shard_of_positions
 from reshard.errors import PlanError
 from reshard.plan.messages import expand_messages, message_nbytes
-from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.chunking import MIN_STAGING_BYTES
+from reshard.planner.strategy_registry import STRATEGIES
 from reshard.runtime.cpu.staging import TorchMemory, view_as_bits
 from reshard.runtime.program import build_program
-from reshard.runtime.rounds import large, schedule
-from reshard.runtime.rounds.replay import Call, calls_of, check_calls
+from reshard.runtime.rounds import large_groups, round_assignment
+from reshard.runtime.rounds.deadlock_check import Call, calls_of, check_calls
+from reshard.runtime.rounds.round_assignment import ROUND_SECONDS, find_large_rounds, find_rounds, rounds_of
 from reshard.runtime.rounds.runner import RoundRunner
-from reshard.runtime.rounds.schedule import (
-    ROUND_SECONDS,
-    find_large_rounds,
-    find_rounds,
-    rounds_of,
-)
 from reshard.runtime.rounds.steps import ALIGN
 from reshard.testing.processes import run_processes
-from reshard.topology.files import topology_from_json
+from reshard.topology.topology_files import topology_from_json
 from tests.support.memory_transport import run_in_threads
 from tests.support.random_problems import random_problem
 from tests.support.strategies_of_cases import cases
@@ -96,7 +91,7 @@ def _run_large_rounds(plan, src, dst, whole, in_rounds):
 @pytest.mark.parametrize("limit", [600, 2**20])
 @pytest.mark.parametrize("seed", range(8))
 def test_large_rounds_move_every_element(monkeypatch, seed, limit):
-    monkeypatch.setattr(schedule, "DIRECT_ROUND_BYTES", limit)
+    monkeypatch.setattr(round_assignment, "UNBUFFERED_ROUND_BYTES", limit)
     src, dst, shape, topology = random_problem(seed)
     if seed % 2:
         src, dst = Layout(src.mesh, "S0 R"), Layout(dst.mesh, "S0 R")
@@ -110,7 +105,7 @@ def test_large_rounds_move_every_element(monkeypatch, seed, limit):
 
 
 def test_adjacent_messages_are_sent_as_one(monkeypatch):
-    monkeypatch.setattr(schedule, "DIRECT_ROUND_BYTES", 2**24)
+    monkeypatch.setattr(round_assignment, "UNBUFFERED_ROUND_BYTES", 2**24)
     plan = make_plan(Layout(Mesh([0])), Layout(Mesh([1])), (2**13, 1024), "float32", strategy="send_recv")
     assert plan.num_messages == 4
     groups = []
@@ -130,7 +125,7 @@ def test_adjacent_messages_are_sent_as_one(monkeypatch):
 )
 @pytest.mark.parametrize("in_rounds", [True, "streams"])
 def test_data_for_all_other_ranks_is_broadcast(monkeypatch, src, dst, in_rounds, limit):
-    monkeypatch.setattr(large, "DIRECT_ROUND_BYTES", limit)
+    monkeypatch.setattr(large_groups, "UNBUFFERED_ROUND_BYTES", limit)
     first = Mesh.of("1") if src == "R R" else Mesh.of("4")
     is_turned = src == "R S0"
     src, dst = Layout(first, src), Layout(Mesh.of("4"), dst)
@@ -166,13 +161,13 @@ def test_merged_small_tensors_are_broadcast_beside_large_ones():
 
 def test_second_buffer_is_no_larger_than_a_round(monkeypatch):
     """Small messages that cannot be joined, because the source has two regions, into an array that is not contiguous."""
-    monkeypatch.setattr(schedule, "DIRECT_ROUND_BYTES", 4096)
+    monkeypatch.setattr(round_assignment, "UNBUFFERED_ROUND_BYTES", 4096)
     source = RegionLayout({0: [[(0, 2048)], [(2048, 4096)]]})
     plan = make_plan(source, Layout(Mesh([1])), (4096,), "int8", strategy="send_recv")
     twice = {name: np.repeat(getattr(plan.transfers, name), 2) for name in ("sender", "receiver", "window", "source")}
-    twice |= {name: np.arange(3) for name in ("box_at", "edge_at")} | {
+    twice |= {name: np.arange(3) for name in ("box_offsets", "edge_offsets")} | {
         "region": np.arange(2),
-        "after_at": np.zeros(3, int),
+        "after_offsets": np.zeros(3, int),
     }
     plan = dataclasses.replace(
         plan, transfers=dataclasses.replace(plan.transfers, splits=np.full((2, 1), 512), **twice)

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 import reshard
-from microbench.emulation.cluster import EmulatedCluster
+from microbench.emulation.emulated_cluster import EmulatedCluster
 from microbench.emulation.namespaces import why_unsupported
 from reshard import Layout, Mesh, Topology
-from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.errors import TransferTimeoutError
 from reshard.planner import plan_tensors
 from reshard.runtime.program import build_program
@@ -26,7 +26,7 @@ from reshard.runtime.transport import shared_memory
 from reshard.runtime.transport.connections import GlooTransport
 from reshard.sharding import TensorSpec
 from reshard.testing.processes import LaunchError, run_processes
-from reshard.topology.files import topology_from_json
+from reshard.topology.topology_files import topology_from_json
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux"),

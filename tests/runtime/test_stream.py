@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
-from reshard.api import handle as handles
 from reshard.api.arrays.memory_in_use import check_unused
 from reshard.api.mover import fail_transfers
-from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.api.transfers import handle as handles
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.plan.messages import expand_messages
 from reshard.planner import plan_tensors
 from reshard.runtime.transport import connections

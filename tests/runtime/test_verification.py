@@ -13,10 +13,10 @@ import torch
 
 import reshard
 from reshard import Layout, Mesh, RegionLayout, Topology
-from reshard.cli.demo import count_unlike, shard_of_positions
+from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.plan.messages import expand_messages
 from reshard.plan.text_parser import parse_plan
-from reshard.runtime.cpu import executor
+from reshard.runtime.cpu import program_executor
 from reshard.runtime.cpu.verification import Hops, TransferDigests, compare_digests, describe_copy, find_fault
 from reshard.runtime.program import build_program
 from reshard.runtime.transport.connections import GlooTransport
@@ -158,27 +158,27 @@ def _on_the_wire(rank):
 def _in_a_shard(rank):
     """Change the shard of rank 3 after it has unpacked a message."""
     if rank == 3:
-        unpack = executor._Execution.unpack
+        unpack = program_executor._Execution.unpack
 
         def changed(self, op, slot):
             unpack(self, op, slot)
             array = self.dst[op.boxes[0].tensor]
             array.copy_(_flip(array))
 
-        executor._Execution.unpack = changed
+        program_executor._Execution.unpack = changed
 
 
 def _before_forwarding(rank):
     """Rank 2 changes a message between receiving and forwarding it."""
     if rank == 2:
-        finish = executor._Execution.finish_recv
+        finish = program_executor._Execution.finish_recv
 
         def changed(self, op, slot):
             if slot is not None:
                 slot.copy_(_flip(slot))
             finish(self, op, slot)
 
-        executor._Execution.finish_recv = changed
+        program_executor._Execution.finish_recv = changed
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from reshard import Layout, Mesh, Topology, make_plan
-from reshard.cost.report import CostReport
+from reshard.cost.cost_report import CostReport
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler import (
     Edge,
@@ -30,7 +30,7 @@ from reshard.scheduler import (
 )
 from reshard.scheduler.ir.actions import Action, Kind, StageChannel
 from reshard.scheduler.passes.edge_codecs import CodecChoice
-from reshard.scheduler.passes.overlap import apply_passes, block_transfers, defer_recvs
+from reshard.scheduler.passes.transfer_overlap import apply_passes, block_transfers, defer_recvs
 from reshard.scheduler.schedules.classic import eager_1f1b
 from reshard.sharding.tensor_spec import TensorSpec
 

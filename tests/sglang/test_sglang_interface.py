@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from reshard.errors import RemoteError
 from reshard.sglang import Trainer
-from reshard.sglang.order import LOADER, Order
+from reshard.sglang.order import LOADER, InstallOrder
 from reshard.testing import run_processes
 from tests.sglang.sglang_interface import Engine, Worker
 
@@ -69,7 +69,7 @@ def train(rank, store, first_fails):
         except RemoteError as error:
             errors.append(str(error))
     if rank == 0 and not first_fails:
-        never = Order("127.0.0.1", store.port, "default", trainer._order.trainer, 1 << 20, 1.0, 99, "never")
+        never = InstallOrder("127.0.0.1", store.port, "default", trainer._order.trainer, 1 << 20, 1.0, 99, "never")
         engine.begin_weight_update()
         assert engine.update_weights_from_tensor(never.named_tensors(), load_format=LOADER) == (True, "Success")
         engine.end_weight_update()

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, strategies as st
 
 from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
-from reshard.api.local import execute_local
+from reshard.api.one_process import execute_local
 from reshard.cli.demo_cases import study_cases
+from reshard.cost.cost_report import CostReport
 from reshard.cost.lower_bound import Bound, _classes, _min_egress, find_bound, min_largest_share
-from reshard.cost.report import CostReport
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError, LayoutError, MeshError, PartialError, TopologyError
 from reshard.formatting import format_bytes, format_ranks
@@ -23,7 +23,7 @@ from reshard.planner.multicast.strategy import INSIDE_WINDOW
 from reshard.sharding.mesh import parse_ranks
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.sharding.tiles import cut_shards
-from reshard.topology.model import Host, Link
+from reshard.topology.topology import Host, Link
 from tests.support.strategies_of_cases import cases
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 

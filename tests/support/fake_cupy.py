@@ -14,7 +14,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from reshard.runtime.rounds.replay import Call
+from reshard.runtime.rounds.deadlock_check import Call
 
 _posted = threading.local()
 

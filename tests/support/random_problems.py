@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from reshard import Layout, Mesh, Topology
-from reshard.topology.model import Host, Link
+from reshard.topology.topology import Host, Link
 
 RATES = (1e9, 1e9, 5e8, 2.5e8, 4e7)
 #: Layouts of a 2-d tensor on a 2-d mesh.

@@ -9,7 +9,7 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.plan.check import check_ranks
 from reshard.plan.messages import Message, expand_messages, message_nbytes
-from reshard.plan.model import Plan, num_recv_slots
+from reshard.plan.plan import Plan, num_recv_slots
 from reshard.sharding.layout import format_box
 
 

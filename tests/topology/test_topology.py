@@ -16,9 +16,9 @@ from reshard.errors import ArgumentError, PlanError, TopologyError
 from reshard.plan.json import plan_from_json, plan_to_json
 from reshard.plan.text_parser import parse_plan
 from reshard.sharding.mesh import MAX_RANK
-from reshard.topology.files import parse_rate, read_topology, topology_from_json, topology_to_json
-from reshard.topology.model import Host, Link
-from reshard.topology.presets import MACHINES, load_preset
+from reshard.topology.machine_presets import MACHINES, load_preset
+from reshard.topology.topology import Host, Link
+from reshard.topology.topology_files import parse_rate, read_topology, topology_from_json, topology_to_json
 
 FILE = {
     "hosts": [

@@ -8,17 +8,17 @@ import sys
 import numpy as np
 import torch
 
-from reshard.weights.model import digests
-from reshard.weights.model.digests import LocatedRegions
+from reshard.weights.model import region_digests
 from reshard.weights.model.holdings import read_state
 from reshard.weights.model.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.model.pieces import match
+from reshard.weights.model.region_digests import LocatedRegions
 from reshard.weights.model.verify import Checker
 from tests.reference.digest import digest_region
 
 
 def test_one_call_digests_regions_of_every_word_size_and_stride_as_the_reference(monkeypatch):
-    monkeypatch.setattr(digests, "_CHUNK_ELEMENTS", 40)  # the loop for devices takes several rows at a time
+    monkeypatch.setattr(region_digests, "_CHUNK_ELEMENTS", 40)  # the loop for devices takes several rows at a time
     whole = torch.arange(-60, 60, dtype=torch.float32).reshape(8, 15)
     arrays = [
         whole,
@@ -40,7 +40,7 @@ def test_one_call_digests_regions_of_every_word_size_and_stride_as_the_reference
         unsigned = words.numpy().view(f"uint{8 * words.itemsize}")
         of_words = [*(parts * stride for stride in strides), 1]
         expected.append(digest_region(unsigned, of_words, first * parts))
-        assert digests._digest_region_on_device(words, of_words, first * parts) == expected[-1]
+        assert region_digests._digest_region_on_device(words, of_words, first * parts) == expected[-1]
     assert regions.digest().tolist() == expected
     whole[1, 3] += 1  # digests are of what the memory holds now
     assert (regions.digest() != np.array(expected, dtype=np.uint64)).tolist() == [True] * 3 + [False] * 5
@@ -48,13 +48,15 @@ def test_one_call_digests_regions_of_every_word_size_and_stride_as_the_reference
 
 def test_digests_of_parts_add_up_to_that_of_the_tensor():
     tensor = torch.randn(9, 14, generator=torch.Generator().manual_seed(4))
-    strides = digests.flat_strides(tensor.shape)
+    strides = region_digests.flat_strides(tensor.shape)
     regions, whole = LocatedRegions(), LocatedRegions()
     whole.add(tensor, 0, strides)
     for rows in (slice(0, 4), slice(4, 9)):
         for columns in (slice(0, 5), slice(5, 14)):
             regions.add(tensor[rows, columns], rows.start * 14 + columns.start, strides)
-    assert digests.add_digests(regions.digest(), np.zeros(4, dtype=np.int64), 1).tolist() == whole.digest().tolist()
+    assert (
+        region_digests.add_digests(regions.digest(), np.zeros(4, dtype=np.int64), 1).tolist() == whole.digest().tolist()
+    )
     expected = whole.digest().tolist()
     tensor[[0, 1]] = tensor[[1, 0]]  # the same elements in other places
     assert whole.digest().tolist() != expected
@@ -80,7 +82,7 @@ def test_arrays_whose_memory_or_strides_changed_in_place_are_digested_anew():
 
 def test_a_program_may_end_while_a_thread_holds_digests():
     code = (
-        "import threading, time; from reshard.weights.model.digests import LocatedRegions; "
+        "import threading, time; from reshard.weights.model.region_digests import LocatedRegions; "
         "threading.Thread(target=lambda held: time.sleep(60), args=(LocatedRegions(),), daemon=True).start()"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -23,7 +23,7 @@ from reshard.public_api import caller_level
 from reshard.runtime.autograd import mark_written
 from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.staging import CastSource
-from reshard.runtime.cuda.encoded_shards import DeviceDecodedTarget, encode_shard
+from reshard.runtime.cuda.device_encoding import DeviceDecodedTarget, encode_shard
 from reshard.runtime.cuda.stream import STREAMS
 from reshard.sharding import TensorSpec
 

@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 from reshard.forks import call_in_child
 from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.staging import CastSource
-from reshard.runtime.cuda.encoded_shards import DeviceDecodedTarget
+from reshard.runtime.cuda.device_encoding import DeviceDecodedTarget
 
 
 @dataclass(frozen=True, eq=False)

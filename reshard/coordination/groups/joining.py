@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from reshard.coordination.groups.messages import read_json
+from reshard.coordination.groups.agreement_messages import read_json
 from reshard.coordination.groups.process_group import Group, own_client
 from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
 from reshard.errors import ArgumentError

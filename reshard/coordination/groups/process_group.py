@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from reshard.coordination.groups.messages import RankStatus
+from reshard.coordination.groups.agreement_messages import RankStatus
 from reshard.coordination.groups.store import Store
 from reshard.errors import ArgumentError
 from reshard.forks import call_in_child, find_creator_pid, keep_in_child

@@ -21,8 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from reshard.coordination.groups.agreement_messages import (
+    Decision,
+    RankStatus,
+    RoundRequest,
+    describe_error,
+    name_rank,
+)
 from reshard.coordination.groups.calling_threads import describe_caller
-from reshard.coordination.groups.messages import Decision, RankStatus, RoundRequest, describe_error, name_rank
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.liveness.interruptions import is_published, mark_published
 from reshard.coordination.liveness.status import ANY_RANKS, publish_status

@@ -16,7 +16,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from reshard.coordination.groups.messages import Decision, read_json
+from reshard.coordination.groups.agreement_messages import Decision, read_json
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import LOST_STORE_SECONDS, STORE_TIMEOUT_SECONDS
 

@@ -6,7 +6,13 @@ import json
 import time
 from collections.abc import Callable, Sequence
 
-from reshard.coordination.groups.messages import Decision, RankStatus, describe_error, name_rank, rebuild_error
+from reshard.coordination.groups.agreement_messages import (
+    Decision,
+    RankStatus,
+    describe_error,
+    name_rank,
+    rebuild_error,
+)
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.liveness.call_sequence import (
     CallLeftError,

@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 
+from reshard.coordination.groups.agreement_messages import Decision, RankStatus, RoundRequest
 from reshard.coordination.groups.calling_threads import find_thread_mismatch
-from reshard.coordination.groups.messages import Decision, RankStatus, RoundRequest
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.liveness.call_sequence import RoundEndedError
 from reshard.coordination.liveness.lost_ranks import ranks_lost_earlier_error

@@ -7,7 +7,7 @@ import json
 import socket
 
 from reshard.coordination.groups.addresses import family_of, is_loopback, own_address
-from reshard.coordination.groups.messages import read_json
+from reshard.coordination.groups.agreement_messages import read_json
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import STORE_TIMEOUT_SECONDS, Store
 from reshard.forks import close_in_child

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from reshard.coordination.groups.messages import RankStatus, read_json
+from reshard.coordination.groups.agreement_messages import RankStatus, read_json
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import Store
 from reshard.errors import RemoteError

@@ -15,7 +15,7 @@ import torch
 from reshard.codecs import CODED_DTYPES, BlockCodec
 from reshard.dtypes import dtype_name
 
-from .collectives import Axis
+from .grid_axis import Axis
 from .pending import PendingResult
 
 

@@ -24,10 +24,10 @@ from reshard.formatting import brief
 from reshard.sharding import MAX_RANK, Mesh, check_integer
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
-from .collectives import Axis
 from .compressed_axis import CompressedAxis
 from .cuts import AXES, Span, batch_spans, chunk_spans, size_of
 from .failures import Failures
+from .grid_axis import Axis
 from .root_cause import RootCauseFinder
 from .sum_agreement import SumAgreement
 

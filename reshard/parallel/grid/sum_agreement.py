@@ -16,7 +16,7 @@ import torch
 from reshard.errors import DisagreementError, RemoteError
 from reshard.formatting import describe_ranks
 
-from .collectives import Axis
+from .grid_axis import Axis
 from .pending import PendingResult
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
-from reshard.gradients.sums import declare_sums
+from reshard.gradients.declared_sums import declare_sums
 from reshard.public_api import not_compiled
 
 from ..grid import Grid

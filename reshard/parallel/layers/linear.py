@@ -12,7 +12,7 @@ from torch import nn
 from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
-from reshard.gradients.sums import declare_sums
+from reshard.gradients.declared_sums import declare_sums
 from reshard.gradients.weight_grad_store import WeightGradStore, weight_grad_store
 from reshard.public_api import not_compiled
 

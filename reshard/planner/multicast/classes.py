@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard import _native
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import NO_RANK, ranges
 
 #: Chunks end at whole slices of a dim if a chunk has at least ``MIN_SLICES`` slices. Chunk sizes then differ by at most
@@ -25,13 +25,13 @@ class Classes:
     """Classes of tasks with the same holders, receivers and itemsize; tasks of one class can share messages.
 
     Attributes:
-        task, task_at: class k has tasks ``task[task_at[k]:task_at[k + 1]]``; tasks without receivers are left out.
-        nbytes, itemsize: ``(classes,)`` bytes in total, and bytes per element.
+        task, task_offsets: class k has tasks ``task[task_offsets[k]:task_offsets[k + 1]]``; tasks without receivers are
+        left out. nbytes, itemsize: ``(classes,)`` bytes in total, and bytes per element.
         holders, receivers: ``(classes, replicas)`` ranks, padded with -1; receivers are not holders.
     """
 
     task: np.ndarray
-    task_at: np.ndarray
+    task_offsets: np.ndarray
     nbytes: np.ndarray
     itemsize: np.ndarray
     holders: np.ndarray
@@ -52,7 +52,7 @@ class Classes:
         lead = needed[first]
         return cls(
             task=needed[order],
-            task_at=np.concatenate([[0], np.cumsum(counts)]),
+            task_offsets=np.concatenate([[0], np.cumsum(counts)]),
             nbytes=sum_by(inverse, problem.nbytes[needed], len(first)),
             itemsize=itemsize[lead],
             holders=problem.holders[lead],
@@ -64,10 +64,10 @@ class Classes:
 
     def take(self, order: np.ndarray) -> Classes:
         """The classes in the given order."""
-        counts = np.diff(self.task_at)[order]
+        counts = np.diff(self.task_offsets)[order]
         return Classes(
-            task=self.task[ranges(self.task_at[order], counts)],
-            task_at=np.concatenate([[0], np.cumsum(counts)]),
+            task=self.task[ranges(self.task_offsets[order], counts)],
+            task_offsets=np.concatenate([[0], np.cumsum(counts)]),
             nbytes=self.nbytes[order],
             itemsize=self.itemsize[order],
             holders=self.holders[order],
@@ -139,7 +139,7 @@ def cut_pieces(
             class_of=alone,
             host_class_of=alone,
             nbytes=classes.nbytes,
-            at=classes.task_at,
+            at=classes.task_offsets,
             tensor=problem.tensor[classes.task],
             start=problem.start[classes.task],
             stop=problem.stop[classes.task],
@@ -219,10 +219,10 @@ def _cut_boxes(
     """
     size = (problem.stop - problem.start)[classes.task]
     numel = size.prod(axis=1, dtype=np.int64)
-    of_task = np.repeat(np.arange(len(classes)), np.diff(classes.task_at))
+    of_task = np.repeat(np.arange(len(classes)), np.diff(classes.task_offsets))
     grain = _grains(size, numel, per_slice[of_task])
     before = np.cumsum(numel) - numel
-    before -= before[classes.task_at[:-1]][of_task]  # elements of its class before each task
+    before -= before[classes.task_offsets[:-1]][of_task]  # elements of its class before each task
     # find the tasks that each row overlaps
     base = np.cumsum(classes.nbytes // classes.itemsize) - classes.nbytes // classes.itemsize
     ends = before + numel + base[of_task]

@@ -14,7 +14,7 @@ from reshard.plan import GATHERED, Transfers, num_recv_slots
 from reshard.planner.multicast.classes import group_rows
 from reshard.planner.multicast.strategy import multicast
 from reshard.planner.strategies.chunking import INSIDE_WINDOW, routes_to_transfers
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.ragged import NO_RANK, distinct_values, ranges
 from reshard.sharding import locate_points
@@ -98,7 +98,7 @@ class Gathering:
         has too few slots to stage them.
         """
         transfers = routes_to_transfers(self.collected, multicast(self.collected))
-        if not (np.diff(transfers.edge_at) == 1).all():
+        if not (np.diff(transfers.edge_offsets) == 1).all():
             return None
         task = self._tasks_of_boxes(transfers)
         receivers, width = self.problem.receivers, len(self.problem.topology.host_by_rank)
@@ -131,14 +131,14 @@ class _Parts:
         used: ``(regions, 2)`` each region that is collected, and the rank that collects it.
         of_used: ``(parts,)`` the row of ``used``, ascending.
         sender: ``(parts,)`` the rank that sends the part.
-        box_at: ``(parts + 1,)`` part i has the boxes ``box[box_at[i]:box_at[i + 1]]``.
+        box_offsets: ``(parts + 1,)`` part i has the boxes ``box[box_offsets[i]:box_offsets[i + 1]]``.
         box: ids of boxes.
     """
 
     used: np.ndarray
     of_used: np.ndarray
     sender: np.ndarray
-    box_at: np.ndarray
+    box_offsets: np.ndarray
     box: np.ndarray
 
     @property
@@ -169,7 +169,7 @@ class _Collector:
         Also returns the indices of these transfers among all.
         """
         host = self._problem.topology.host_by_rank
-        is_collected = np.minimum.reduceat(self._holder, transfers.box_at[:-1])[transfers.region] >= 0
+        is_collected = np.minimum.reduceat(self._holder, transfers.box_offsets[:-1])[transfers.region] >= 0
         is_inside = (host[transfers.sender] == host[transfers.receiver]) & (transfers.sender != transfers.receiver)
         dropped, source = np.zeros(len(transfers), dtype=bool), transfers.source
         while (more := is_collected & is_inside & (source < 0) & ~dropped).any():
@@ -178,15 +178,15 @@ class _Collector:
         if not dropped.any():
             return transfers, np.arange(len(transfers))
         kept, new_index = np.flatnonzero(~dropped), np.cumsum(~dropped) - 1
-        later = np.repeat(np.arange(len(transfers)), np.diff(transfers.after_at))
+        later = np.repeat(np.arange(len(transfers)), np.diff(transfers.after_offsets))
         stays = ~dropped[later] & ~dropped[transfers.after]
         count = np.bincount(new_index[later[stays]], minlength=len(kept))
         names = ("sender", "receiver", "splits", "window", "region")
         rest = Transfers.unchecked(
-            **{name: getattr(transfers, name) for name in ("box_at", "box_tensor", "box_start", "box_stop")},
+            **{name: getattr(transfers, name) for name in ("box_offsets", "box_tensor", "box_start", "box_stop")},
             **{name: getattr(transfers, name)[kept] for name in names},
-            edge_at=np.arange(len(kept) + 1),
-            after_at=np.concatenate([[0], np.cumsum(count)]),
+            edge_offsets=np.arange(len(kept) + 1),
+            after_offsets=np.concatenate([[0], np.cumsum(count)]),
             after=new_index[transfers.after[stays]],
             source=np.where(source[kept] < 0, -1, new_index[source[kept]]),
         )
@@ -204,7 +204,7 @@ class _Collector:
     def _choose_senders(self) -> tuple[np.ndarray, np.ndarray]:
         """``(transfers,)`` the sender of each transfer, and whether it gathers boxes. A sole holder sends by itself."""
         transfers, region = self._transfers, self._transfers.region
-        low, high = (pick.reduceat(self._holder, transfers.box_at[:-1]) for pick in (np.minimum, np.maximum))
+        low, high = (pick.reduceat(self._holder, transfers.box_offsets[:-1]) for pick in (np.minimum, np.maximum))
         is_first = (transfers.source < 0) & (low[region] >= 0) & (transfers.sender != transfers.receiver)
         alone = is_first & (low == high)[region]
         return np.where(alone, low[region], transfers.sender), is_first & ~alone
@@ -212,10 +212,10 @@ class _Collector:
     def _find_parts(self, gathers: np.ndarray) -> _Parts:
         """The parts of the regions that these transfers gather."""
         transfers, holder = self._transfers, self._holder
-        first, width = transfers.box_at[:-1], len(self._problem.topology.host_by_rank)
+        first, width = transfers.box_offsets[:-1], len(self._problem.topology.host_by_rank)
         keys = distinct_values(transfers.region[gathers] * width + transfers.sender[gathers])
         used = np.stack(np.divmod(keys, width), axis=1)
-        count = np.diff(transfers.box_at)[used[:, 0]]
+        count = np.diff(transfers.box_offsets)[used[:, 0]]
         box, of_used = ranges(first[used[:, 0]], count), np.repeat(np.arange(len(used)), count)
         is_other = holder[box] != used[of_used, 1]
         box, of_used = box[is_other], of_used[is_other]
@@ -230,8 +230,10 @@ class _Collector:
         itemsize = np.array([spec.itemsize for spec in self._problem.tensors], dtype=np.int64)
         nbytes = (transfers.box_stop - transfers.box_start).prod(axis=1) * itemsize[transfers.box_tensor]
         largest = np.zeros(num_ranks, dtype=np.int64)
-        np.maximum.at(largest, transfers.receiver, np.add.reduceat(nbytes, transfers.box_at[:-1])[transfers.region])
-        np.maximum.at(largest, parts.receiver, np.add.reduceat(nbytes[parts.box], parts.box_at[:-1]))
+        np.maximum.at(
+            largest, transfers.receiver, np.add.reduceat(nbytes, transfers.box_offsets[:-1])[transfers.region]
+        )
+        np.maximum.at(largest, parts.receiver, np.add.reduceat(nbytes[parts.box], parts.box_offsets[:-1]))
         slots = np.array([num_recv_slots(self._problem.staging_bytes, size) for size in largest.tolist()])
         return slots - _SLOTS_FOR_RELAYS * self._is_relay
 
@@ -249,22 +251,22 @@ class _Collector:
         def joined(old: np.ndarray, new: np.ndarray) -> np.ndarray:
             return np.ascontiguousarray(np.concatenate([old, new])[order])
 
-        counts = np.diff(brings_at), np.diff(transfers.after_at)
+        counts = np.diff(brings_at), np.diff(transfers.after_offsets)
         later = np.concatenate([at[np.repeat(np.arange(num), count)] for count in counts])
         earlier = np.concatenate([at_part[brings], at[transfers.after]])
         source = np.where(gathers, GATHERED, np.where(transfers.source < 0, -1, at[transfers.source]))
         return Transfers.unchecked(
-            box_at=np.concatenate([transfers.box_at[:-1], transfers.box_at[-1] + parts.box_at]),
+            box_offsets=np.concatenate([transfers.box_offsets[:-1], transfers.box_offsets[-1] + parts.box_offsets]),
             box_tensor=np.concatenate([transfers.box_tensor, transfers.box_tensor[parts.box]]),
             box_start=np.concatenate([transfers.box_start, transfers.box_start[parts.box]]),
             box_stop=np.concatenate([transfers.box_stop, transfers.box_stop[parts.box]]),
-            region=joined(transfers.region, len(transfers.box_at) - 1 + part),
-            edge_at=np.arange(num + num_parts + 1),
+            region=joined(transfers.region, len(transfers.box_offsets) - 1 + part),
+            edge_offsets=np.arange(num + num_parts + 1),
             sender=joined(sender, parts.sender[part]),
             receiver=joined(transfers.receiver, parts.receiver[part]),
             splits=joined(transfers.splits, np.ones((num_parts, transfers.splits.shape[1]), dtype=np.int64)),
             window=joined(transfers.window, np.full(num_parts, INSIDE_WINDOW)),
-            after_at=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=num + num_parts))]),
+            after_offsets=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=num + num_parts))]),
             after=earlier[np.argsort(later, kind="stable")],
             source=joined(source, np.full(num_parts, -1)),
         )
@@ -287,8 +289,8 @@ class _Collector:
         """
         transfers, used, slots = self._transfers, parts.used, self._count_slots(parts)
         width = len(slots)
-        part_at = np.searchsorted(parts.of_used, np.arange(len(used) + 1))
-        num_parts, chosen = np.diff(part_at), np.flatnonzero(gathers)
+        part_offsets = np.searchsorted(parts.of_used, np.arange(len(used) + 1))
+        num_parts, chosen = np.diff(part_offsets), np.flatnonzero(gathers)
         if (num_parts > slots[used[:, 1]]).any():
             return None
         keys = transfers.region[chosen] * width + transfers.sender[chosen]
@@ -297,9 +299,9 @@ class _Collector:
         num_brought[chosen] = num_parts[rows]
         brings_at = np.concatenate([[0], np.cumsum(num_brought)])
         if len(chosen) == len(used):  # a rank sends each region once, so it keeps none
-            in_turn = ranges(part_at[rows], num_parts[rows])
+            in_turn = ranges(part_offsets[rows], num_parts[rows])
             return np.repeat(chosen, num_parts[rows]), in_turn, brings_at, np.arange(len(in_turn))
-        first, room = part_at.tolist(), slots.tolist()
+        first, room = part_offsets.tolist(), slots.tolist()
         staged: dict[int, dict[int, list[int]]] = {}  # rank -> row of used -> entries, oldest first
         before: list[int] = []
         part: list[int] = []

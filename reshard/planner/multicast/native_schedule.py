@@ -1,4 +1,4 @@
-"""Compute message schedules, as arrays, with ``native/schedule.cpp``."""
+"""Compute message schedules, as arrays, with ``native/multicast/schedule.cpp``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from reshard import _native
-from reshard.planner.multicast.workload import ChunkWorkload, Nics
+from reshard.planner.multicast.chunk_workload import ChunkWorkload, Nics
 from reshard.ragged import ranges
 
 
@@ -20,14 +20,14 @@ class ChunkSchedule:
     Attributes:
         piece, sender, receiver: ``(messages,)``.
         source: ``(messages,)`` the message that brought the piece to the sender, or -1 if the sender is a holder.
-        after_at, after: message i starts after messages ``after[after_at[i]:after_at[i + 1]]``.
+        after_offsets, after: message i starts after messages ``after[after_offsets[i]:after_offsets[i + 1]]``.
     """
 
     piece: np.ndarray
     sender: np.ndarray
     receiver: np.ndarray
     source: np.ndarray
-    after_at: np.ndarray
+    after_offsets: np.ndarray
     after: np.ndarray
 
 
@@ -35,14 +35,14 @@ def put_in_order(schedule: ChunkSchedule, order: np.ndarray) -> ChunkSchedule:
     """The messages of a schedule in the given order, renumbered."""
     new_index = np.empty_like(order)
     new_index[order] = np.arange(len(order))
-    counts = np.diff(schedule.after_at)[order]
+    counts = np.diff(schedule.after_offsets)[order]
     return ChunkSchedule(
         piece=schedule.piece[order],
         sender=schedule.sender[order],
         receiver=schedule.receiver[order],
         source=np.where(schedule.source < 0, -1, new_index[schedule.source])[order],
-        after_at=np.concatenate([[0], np.cumsum(counts)]),
-        after=new_index[schedule.after[ranges(schedule.after_at[order], counts)]],
+        after_offsets=np.concatenate([[0], np.cumsum(counts)]),
+        after=new_index[schedule.after[ranges(schedule.after_offsets[order], counts)]],
     )
 
 
@@ -60,7 +60,7 @@ def interleave(schedules: Sequence[ChunkSchedule], num_pieces: Sequence[int]) ->
         columns["piece"].append(schedule.piece + pieces_before[number])
         columns["source"].append(np.where(schedule.source < 0, -1, schedule.source + before[number]))
         columns["after"].append(schedule.after + before[number])
-        columns["num_after"].append(np.diff(schedule.after_at))
+        columns["num_after"].append(np.diff(schedule.after_offsets))
         columns["share"].append(np.arange(len(schedule.piece)) / max(len(schedule.piece), 1))
     joined = {name: np.concatenate(column) for name, column in columns.items()}
     schedule = ChunkSchedule(
@@ -68,7 +68,7 @@ def interleave(schedules: Sequence[ChunkSchedule], num_pieces: Sequence[int]) ->
         sender=np.concatenate([schedule.sender for schedule in schedules]),
         receiver=np.concatenate([schedule.receiver for schedule in schedules]),
         source=joined["source"],
-        after_at=np.concatenate([[0], np.cumsum(joined["num_after"])]),
+        after_offsets=np.concatenate([[0], np.cumsum(joined["num_after"])]),
         after=joined["after"],
     )
     return put_in_order(schedule, np.argsort(joined["share"], kind="stable"))

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.plan import num_recv_slots
+from reshard.planner.multicast.chunk_workload import ChunkWorkload
 from reshard.planner.multicast.native_schedule import ChunkSchedule, put_in_order
-from reshard.planner.multicast.workload import ChunkWorkload
 
 #: Up to this many receivers per class, comparing a message with each receiver is faster than a search.
 _MAX_COMPARED = 16
@@ -41,11 +41,11 @@ def limit_relay_staging(
                 stack += reversed(forwards.get(following, []))
     is_forward = np.zeros(len(schedule.piece), dtype=bool)
     is_forward[[later for row in forwards.values() for later in row]] = True
-    counts = np.diff(schedule.after_at)
+    counts = np.diff(schedule.after_offsets)
     row = np.repeat(np.arange(len(counts)), counts)
     kept = ~is_forward[row] | (schedule.after == schedule.source[row])
-    after_at = np.concatenate([[0], np.cumsum(np.bincount(row[kept], minlength=len(counts)))])
-    return put_in_order(replace(schedule, after_at=after_at, after=schedule.after[kept]), np.array(order))
+    after_offsets = np.concatenate([[0], np.cumsum(np.bincount(row[kept], minlength=len(counts)))])
+    return put_in_order(replace(schedule, after_offsets=after_offsets, after=schedule.after[kept]), np.array(order))
 
 
 def _find_relays(schedule: ChunkSchedule, workload: ChunkWorkload, num_ranks: int) -> np.ndarray:

@@ -6,11 +6,11 @@ import numpy as np
 
 from reshard import _native
 from reshard.plan import Transfers
+from reshard.planner.multicast.chunk_workload import Nics
 from reshard.planner.multicast.classes import Classes, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds, is_fast_inside
-from reshard.planner.multicast.workload import Nics
-from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.chunking import INSIDE_WINDOW, STAGING_PARTS, UNPACKED_CHUNK_BYTES, WINDOW
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import NO_RANK
 from reshard.topology import MAX_NICS
 
@@ -64,19 +64,19 @@ def _to_transfers(problem: PlanProblem, classes: Classes, rotates: bool, most_by
         rotates: whether chains of successive classes begin at successive ranks of a host, or all at the first one.
         most_bytes: None is returned if the slots, or a port, would pass more bytes one after the other.
     """
-    limit = min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS)
+    limit = min(UNPACKED_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS)
     cuts = np.where(classes.nbytes <= limit, 1, -(-classes.nbytes // max(limit * 15 // 16, 1)))  # cuts snap to slices
     alone, topology = np.arange(len(classes)), problem.topology
     pieces = cut_pieces(problem, classes, alone, cuts, np.zeros(len(classes), dtype=bool))
-    piece_at = np.searchsorted(pieces.class_of, np.arange(len(classes) + 1))
-    count = int((np.diff(piece_at) * (classes.receivers != NO_RANK).sum(axis=1)).sum())
+    piece_offsets = np.searchsorted(pieces.class_of, np.arange(len(classes) + 1))
+    count = int((np.diff(piece_offsets) * (classes.receivers != NO_RANK).sum(axis=1)).sum())
     region, sender, receiver, window, source = (np.empty(count, dtype=np.int64) for _ in range(5))
-    after_at, after = np.empty(count + 1, dtype=np.int64), np.empty(2 * count, dtype=np.int64)
+    after_offsets, after = np.empty(count + 1, dtype=np.int64), np.empty(2 * count, dtype=np.int64)
     num_after = _native.rotate(
         receivers=np.ascontiguousarray(classes.receivers),
         holder=_pick_holders(classes),
         nbytes=classes.nbytes,
-        piece_at=piece_at,
+        piece_offsets=piece_offsets,
         host_of=topology.host_by_rank,
         nic_of=topology.host_by_rank * MAX_NICS + topology.nic_by_rank,
         num_nics=topology.num_hosts * MAX_NICS,
@@ -88,24 +88,24 @@ def _to_transfers(problem: PlanProblem, classes: Classes, rotates: bool, most_by
         sender=sender,
         receiver=receiver,
         window=window,
-        after_at=after_at,
+        after_offsets=after_offsets,
         after=after,
         source=source,
     )
     if num_after < 0:
         return None
     return Transfers.unchecked(
-        box_at=pieces.at,
+        box_offsets=pieces.at,
         box_tensor=pieces.tensor,
         box_start=pieces.start,
         box_stop=pieces.stop,
         region=region,
-        edge_at=np.arange(count + 1),
+        edge_offsets=np.arange(count + 1),
         sender=sender,
         receiver=receiver,
         splits=np.broadcast_to(np.int64(1), (count, problem.start.shape[1])),
         window=window,
-        after_at=after_at,
+        after_offsets=after_offsets,
         after=after[:num_after],
         source=source,
     )

@@ -9,16 +9,16 @@ import numpy as np
 
 from reshard.errors import ArgumentError
 from reshard.plan import Transfers
+from reshard.planner.multicast.chunk_workload import CHUNK_UNITS, ChunkWorkload, Nics
 from reshard.planner.multicast.classes import MIN_SLICES, Boxes, Classes, Pieces, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
 from reshard.planner.multicast.native_schedule import ChunkSchedule, interleave, make_schedule
-from reshard.planner.multicast.parts import MAX_TOGETHER, ProblemPart, split_by_ports
+from reshard.planner.multicast.problem_parts import MAX_TOGETHER, ProblemPart, split_by_ports
 from reshard.planner.multicast.relay_limits import limit_relay_staging
 from reshard.planner.multicast.rotation import rotate_hosts
-from reshard.planner.multicast.workload import CHUNK_UNITS, ChunkWorkload, Nics
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
-from reshard.planner.strategies.chunking import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.chunking import INSIDE_WINDOW, STAGING_PARTS, UNPACKED_CHUNK_BYTES, WINDOW
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.ragged import NO_RANK
 
@@ -173,7 +173,7 @@ def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None)
             f"{int(host_classes.nbytes.sum()):,} bytes make at least {fewest:,} chunks; at most {limit:,} fit in one "
             "plan; move the tensors in several calls"
         )
-    largest_piece = min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS)
+    largest_piece = min(UNPACKED_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS)
     counts, relative_size = count_chunks(topology, host_classes, largest, largest_piece)
     # one step of the scheduler's clock: seconds to pass a chunk of size 1 at rate 1
     fastest = max(
@@ -188,7 +188,7 @@ def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None)
         host_class_of=pieces.host_class_of,
         class_holders=members_of(host_classes.classes.holders),
         class_receivers=members_of(host_classes.classes.receivers),
-        piece_at=np.searchsorted(pieces.chunk, np.arange(len(pieces.host_class_of) + 1)),
+        piece_offsets=np.searchsorted(pieces.chunk, np.arange(len(pieces.host_class_of) + 1)),
         piece_class=pieces.class_of,
         piece_bytes=pieces.nbytes,
         max_lead=_UNLIMITED_LEAD if is_fast_inside(topology, host_classes) else 1,
@@ -202,16 +202,16 @@ def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None)
 
 def _largest_chunks(problem: PlanProblem, host_classes: HostClasses) -> np.ndarray:
     """``(host_classes,)`` largest chunk in bytes; several packed or staged chunks must fit the staging at once."""
-    packed = max(min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS) * 15 // 16, 1)  # cuts snap to slices
+    packed = max(min(UNPACKED_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS) * 15 // 16, 1)  # cuts snap to slices
     largest = np.full(len(host_classes), packed, dtype=np.int64)
     if any(len(host.nics) > 1 for host in problem.topology.hosts):
         return largest
     # a region cut at whole slices of its first dim is contiguous in every shard, so it is never packed
-    lead = host_classes.classes.task[host_classes.classes.task_at[:-1]]
+    lead = host_classes.classes.task[host_classes.classes.task_offsets[:-1]]
     size = (problem.stop - problem.start)[lead]
     first = (size > 1).argmax(axis=1)[:, None] if size.shape[1] else np.zeros((len(lead), 0), dtype=np.int64)
     rows = np.take_along_axis(size, first, axis=1).prod(axis=1)
-    is_plain = ~problem.is_strided[lead] & (np.diff(host_classes.classes.task_at) == 1)
+    is_plain = ~problem.is_strided[lead] & (np.diff(host_classes.classes.task_offsets) == 1)
     is_plain &= problem.nbytes[lead] // rows * MIN_SLICES <= packed
     return (
         np.where(np.logical_and.reduceat(is_plain, host_classes.first_class), MAX_MULTICAST_CHUNK_BYTES, largest)
@@ -272,17 +272,17 @@ def _snap_rates(rates: list[float]) -> dict[float, float]:
 def _to_transfers(problem: PlanProblem, boxes: Boxes, schedule: ChunkSchedule) -> Transfers:
     host = problem.topology.host_by_rank
     return Transfers.unchecked(
-        box_at=boxes.at,
+        box_offsets=boxes.at,
         box_tensor=boxes.tensor,
         box_start=boxes.start,
         box_stop=boxes.stop,
         region=schedule.piece,
-        edge_at=np.arange(len(schedule.piece) + 1),
+        edge_offsets=np.arange(len(schedule.piece) + 1),
         sender=schedule.sender,
         receiver=schedule.receiver,
         splits=np.ones((len(schedule.piece), problem.start.shape[1]), dtype=np.int64),
         window=np.where(host[schedule.sender] == host[schedule.receiver], INSIDE_WINDOW, WINDOW),
-        after_at=schedule.after_at,
+        after_offsets=schedule.after_offsets,
         after=schedule.after,
         source=schedule.source,
     )

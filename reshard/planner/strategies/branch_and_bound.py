@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from reshard.planner.strategies.broadcast import Option, broadcast_greedy, pick_on_host, port_classes, ports_of_mask
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.planner.strategies.sender_selection import SendLoads
 from reshard.planner.strategies.trees import along_trees

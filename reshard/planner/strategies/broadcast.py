@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from reshard.planner.strategies.direct import send_recv
 from reshard.planner.strategies.greedy import GreedyProblem, order_greedily
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.planner.strategies.sender_selection import SendLoads, real_ranks, rotation
+from reshard.planner.strategies.sends_and_all_gathers import send_recv
 from reshard.planner.strategies.trees import along_trees
 from reshard.ragged import NO_RANK
 
@@ -144,12 +144,12 @@ def _greedy_order(problem: PlanProblem) -> Iterable[tuple[int, int]]:
     ports = [ports_of_mask(mask) for _, mask in options]
     classes, chosen = order_greedily(
         GreedyProblem(
-            option_at=np.cumsum([0] + [len(queue) for queue, _ in queues]),
+            option_offsets=np.cumsum([0] + [len(queue) for queue, _ in queues]),
             home=np.array([home for home, _ in options], dtype=np.int64),
             crosses=np.array([not mask >> rank_port for _, mask in options], dtype=np.int64),
-            port_at=np.cumsum([0] + [len(queue) for queue in ports]),
+            port_offsets=np.cumsum([0] + [len(queue) for queue in ports]),
             port=np.array([port for queue in ports for port in queue], dtype=np.int64),
-            task_at=np.cumsum([0] + [len(tasks) for _, tasks in queues]),
+            task_offsets=np.cumsum([0] + [len(tasks) for _, tasks in queues]),
             nbytes=problem.nbytes[[task for _, tasks in queues for task in tasks]],
             num_hosts=rank_port // 2,
             num_ports=1 + max(queue[-1] for queue in ports),

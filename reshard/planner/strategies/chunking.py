@@ -9,12 +9,12 @@ from reshard.plan import Transfers
 from reshard.ragged import distinct_values, ranges
 from reshard.topology import Topology
 
-from .problem import PlanProblem
+from .plan_problem import PlanProblem
 from .routes import Routes, copy_routes
 
 #: Chunk size of transfers with one hop, and of transfers inside a host. A large limit means few messages.
 #: But a transfer still has several chunks, so that packing one overlaps with sending another.
-DIRECT_CHUNK_BYTES = 8 * 2**20
+UNPACKED_CHUNK_BYTES = 8 * 2**20
 #: Chunk size of regions that must be packed. Four such chunks fit the share of a send queue, a quarter of the default
 #: staging of 64 MiB. So the window, not the staging, limits the messages in flight.
 PACKED_CHUNK_BYTES = 4 * 2**20
@@ -57,17 +57,17 @@ def join_transfers(first: Transfers, second: Transfers) -> Transfers:
         return np.concatenate([getattr(first, name), getattr(second, name)])
 
     return Transfers(
-        box_at=np.concatenate([first.box_at, second.box_at[1:] + boxes]),
+        box_offsets=np.concatenate([first.box_offsets, second.box_offsets[1:] + boxes]),
         box_tensor=both("box_tensor"),
         box_start=both("box_start"),
         box_stop=both("box_stop"),
-        edge_at=np.concatenate([first.edge_at, second.edge_at[1:] + edges]),
+        edge_offsets=np.concatenate([first.edge_offsets, second.edge_offsets[1:] + edges]),
         sender=both("sender"),
         receiver=both("receiver"),
         splits=both("splits"),
         window=both("window"),
-        region=np.concatenate([first.region, second.region + len(first.box_at) - 1]),
-        after_at=np.concatenate([first.after_at, second.after_at[1:] + len(first.after)]),
+        region=np.concatenate([first.region, second.region + len(first.box_offsets) - 1]),
+        after_offsets=np.concatenate([first.after_offsets, second.after_offsets[1:] + len(first.after)]),
         after=np.concatenate([first.after, second.after + len(first)]),
         source=np.concatenate([first.source, np.where(second.source < 0, second.source, second.source + len(first))]),
     )
@@ -89,10 +89,10 @@ def cut_transfers(problem: PlanProblem, routes: Routes, staging_bytes: int, *, i
         routes = Routes.join([copy_routes(problem), routes])
     itemsize = np.array([spec.itemsize for spec in problem.tensors], dtype=np.int64)[problem.tensor[routes.task]]
     nbytes = (routes.stop - routes.start).prod(axis=1, dtype=np.int64) * itemsize
-    is_copy = routes.sender[routes.edge_at[:-1]] == routes.receiver[routes.edge_at[:-1]]
+    is_copy = routes.sender[routes.edge_offsets[:-1]] == routes.receiver[routes.edge_offsets[:-1]]
     has_one_hop, crosses = _classify_routes(routes, problem.topology)
     limit = staging_bytes // STAGING_PARTS
-    direct = np.where(problem.is_strided[routes.task], min(PACKED_CHUNK_BYTES, limit), min(DIRECT_CHUNK_BYTES, limit))
+    direct = np.where(problem.is_strided[routes.task], min(PACKED_CHUNK_BYTES, limit), min(UNPACKED_CHUNK_BYTES, limit))
     is_direct = has_one_hop | ~crosses
     chunk_bytes = direct
     if not is_direct.all():
@@ -101,20 +101,20 @@ def cut_transfers(problem: PlanProblem, routes: Routes, staging_bytes: int, *, i
     bundle_of = _bundle_small(routes, nbytes, itemsize, is_copy, min(SMALL_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
     task, start, stop = routes.task, routes.start, routes.stop
     lead: np.ndarray | slice = slice(None)
-    box_at = np.arange(len(routes) + 1)  # a transfer for each route
+    box_offsets = np.arange(len(routes) + 1)  # a transfer for each route
     if bundle_of is not None:
         order = np.argsort(bundle_of, kind="stable")
         first = np.flatnonzero(np.diff(bundle_of[order], prepend=-1))  # positions in ``order`` where a bundle begins
-        lead, box_at = order[first], np.concatenate([first, [len(order)]])
+        lead, box_offsets = order[first], np.concatenate([first, [len(order)]])
         task, start, stop = task[order], start[order], stop[order]
         routes = routes.take(lead)
     make = Transfers.unchecked if is_builtin else Transfers
     return make(
-        box_at=box_at,
+        box_offsets=box_offsets,
         box_tensor=problem.tensor[task],
         box_start=start,
         box_stop=stop,
-        edge_at=routes.edge_at,
+        edge_offsets=routes.edge_offsets,
         sender=routes.sender,
         receiver=routes.receiver,
         splits=_splits(routes.start, routes.stop, itemsize[lead], chunk_bytes[lead]),
@@ -131,10 +131,10 @@ def _classify_routes(routes: Routes, topology: Topology) -> tuple[np.ndarray, np
     """Two bool arrays ``(routes,)``: whether the root sends all edges, and whether an edge crosses hosts."""
     if not len(routes):
         return np.zeros(0, dtype=bool), np.zeros(0, dtype=bool)
-    first = routes.edge_at[:-1]
+    first = routes.edge_offsets[:-1]
     if len(routes.sender) == len(routes):  # each route has an edge
         return np.ones(len(routes), dtype=bool), _crosses(routes, topology)
-    from_root = routes.sender == np.repeat(routes.sender[first], np.diff(routes.edge_at))
+    from_root = routes.sender == np.repeat(routes.sender[first], np.diff(routes.edge_offsets))
     return np.logical_and.reduceat(from_root, first), np.logical_or.reduceat(_crosses(routes, topology), first)
 
 
@@ -153,7 +153,7 @@ def _tree_chunks(problem: PlanProblem, routes: Routes, nbytes: np.ndarray) -> np
     topology = problem.topology
     if not topology.latency_seconds or not len(routes):
         return chunk
-    hosts, first = topology.host_by_rank, routes.edge_at[:-1]
+    hosts, first = topology.host_by_rank, routes.edge_offsets[:-1]
     crosses = hosts[routes.sender] != hosts[routes.receiver]
     home = hosts[routes.sender[first]]
     leaves = np.logical_or.reduceat(crosses, first)
@@ -178,8 +178,8 @@ def _bundle_small(
     bundles.
     """
     small = np.flatnonzero((nbytes < small_bytes) & ~is_copy)
-    single = small[np.diff(routes.edge_at)[small] == 1]
-    edge = routes.edge_at[single]
+    single = small[np.diff(routes.edge_offsets)[small] == 1]
+    edge = routes.edge_offsets[single]
     num_ranks = int(routes.receiver.max(initial=0)) + 1
     pair = routes.sender[edge] * num_ranks + routes.receiver[edge]
     num_pairs = int(pair.max(initial=0)) + 1
@@ -193,7 +193,7 @@ def _bundle_small(
         _, inverse, count = np.unique(pair * 256 + itemsize[single], return_inverse=True, return_counts=True)
         counts = count[inverse.ravel()]
     repeated = single[counts > 1]  # a route with a unique edge cannot be bundled
-    several = small[np.diff(routes.edge_at)[small] > 1]
+    several = small[np.diff(routes.edge_offsets)[small] > 1]
     if not len(repeated) + len(several):
         return None
     bundled = np.sort(np.concatenate([repeated, several]))
@@ -218,11 +218,11 @@ def _bundle_small(
 
 def _number_trees(routes: Routes, chosen: np.ndarray) -> np.ndarray:
     """``(chosen,)`` numbers of the trees of routes; routes with the same edges have the same number."""
-    length = np.diff(routes.edge_at)[chosen]
+    length = np.diff(routes.edge_offsets)[chosen]
     number, count = np.zeros(len(chosen), dtype=np.int64), 0
     for edges in distinct_values(length).tolist():
         indices = np.flatnonzero(length == edges)
-        at = routes.edge_at[chosen[indices], None] + np.arange(edges)
+        at = routes.edge_offsets[chosen[indices], None] + np.arange(edges)
         if edges == 1:
             pair = routes.sender[at] * (int(routes.receiver.max()) + 1) + routes.receiver[at]
             _, inverse = np.unique(pair, return_inverse=True)

@@ -23,20 +23,20 @@ class GreedyProblem:
     """Input of :func:`order_greedily`: classes of tasks and the ports that they need. All arrays are int64.
 
     Attributes:
-        option_at: class i has options ``option_at[i]:option_at[i + 1]``.
+        option_offsets: class i has options ``option_offsets[i]:option_offsets[i + 1]``.
         home: ``(options,)`` sending host.
         crosses: ``(options,)`` 1 if the broadcast leaves the sending host, else 0.
-        port_at, port: option w uses ports ``port[port_at[w]:port_at[w + 1]]``.
-        task_at, nbytes: class i has tasks of ``nbytes[task_at[i]:task_at[i + 1]]`` bytes, the task to send first last.
-        num_hosts, num_ports: number of hosts and of ports.
+        port_offsets, port: option w uses ports ``port[port_offsets[w]:port_offsets[w + 1]]``.
+        task_offsets, nbytes: class i has tasks of ``nbytes[task_offsets[i]:task_offsets[i + 1]]`` bytes, the task to
+        send first last. num_hosts, num_ports: number of hosts and of ports.
     """
 
-    option_at: np.ndarray
+    option_offsets: np.ndarray
     home: np.ndarray
     crosses: np.ndarray
-    port_at: np.ndarray
+    port_offsets: np.ndarray
     port: np.ndarray
-    task_at: np.ndarray
+    task_offsets: np.ndarray
     nbytes: np.ndarray
     num_hosts: int
     num_ports: int
@@ -44,7 +44,7 @@ class GreedyProblem:
     @property
     def effort(self) -> tuple[int, int]:
         """Number of random sets per round, and number of tasks of a class that one round takes at once."""
-        counts = np.diff(self.task_at)
+        counts = np.diff(self.task_offsets)
         longest, count = int(counts.max()), len(counts)
         visits = longest * max(1, count // self.num_hosts) * count  # with one random set per round
         return max(1, min(GREEDY_TRIES, _GREEDY_VISITS // visits)), max(1, min(longest, visits // _GREEDY_VISITS))
@@ -59,7 +59,7 @@ def order_greedily(greedy_problem: GreedyProblem) -> tuple[np.ndarray, np.ndarra
     state = np.array(random.Random(_SEED).getstate()[1], dtype=np.int64)
     classes, options = (np.zeros(len(c.nbytes), dtype=np.int64) for _ in range(2))
     _native.order_greedily(
-        c.option_at, c.home, c.crosses, c.port_at, c.port, c.task_at, c.nbytes, c.num_hosts, c.num_ports, *c.effort,
-        state, classes, options,
+        c.option_offsets, c.home, c.crosses, c.port_offsets, c.port, c.task_offsets, c.nbytes, c.num_hosts, c.num_ports,
+        *c.effort, state, classes, options,
     )  # fmt: skip
     return classes, options

@@ -13,7 +13,7 @@ from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import brief
 from reshard.plan import Transfers
 
-from .problem import PlanProblem
+from .plan_problem import PlanProblem
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,14 +23,14 @@ class Routes:
     Attributes:
         task: ``(routes,)`` index of the task.
         start, stop: ``(routes, ndim)`` the part of the task's region to send.
-        edge_at: route i has edges ``edge_at[i]:edge_at[i + 1]``.
+        edge_offsets: route i has edges ``edge_offsets[i]:edge_offsets[i + 1]``.
         sender, receiver: ``(edges,)`` ranks. Each sender is a holder or the receiver of an earlier edge of its route.
     """
 
     task: np.ndarray
     start: np.ndarray
     stop: np.ndarray
-    edge_at: np.ndarray
+    edge_offsets: np.ndarray
     sender: np.ndarray
     receiver: np.ndarray
 
@@ -56,7 +56,7 @@ class Routes:
             task=task,
             start=problem.start[task],
             stop=problem.stop[task],
-            edge_at=np.concatenate([[0], np.cumsum([len(route[1]) for route in rows], dtype=np.int64)]),
+            edge_offsets=np.concatenate([[0], np.cumsum([len(route[1]) for route in rows], dtype=np.int64)]),
             sender=edges[:, 0],
             receiver=edges[:, 1],
         )
@@ -84,8 +84,8 @@ class Routes:
             task=np.concatenate([part.task for part in parts]),
             start=np.concatenate([part.start for part in parts]),
             stop=np.concatenate([part.stop for part in parts]),
-            edge_at=np.concatenate(
-                [[0]] + [part.edge_at[1:] + index for part, index in zip(parts, edges[:-1], strict=True)]
+            edge_offsets=np.concatenate(
+                [[0]] + [part.edge_offsets[1:] + index for part, index in zip(parts, edges[:-1], strict=True)]
             ).astype(np.int64),
             sender=np.concatenate([part.sender for part in parts]),
             receiver=np.concatenate([part.receiver for part in parts]),
@@ -94,14 +94,14 @@ class Routes:
     def take(self, order: np.ndarray) -> Routes:
         """The routes of these indices, in this order. Raises PlanError if there is no such route."""
         order = _indices(order, len(self), "routes")
-        counts = np.diff(self.edge_at)[order]
-        edge_at = np.concatenate([[0], np.cumsum(counts)])
-        edges = np.repeat(self.edge_at[order] - edge_at[:-1], counts) + np.arange(edge_at[-1])
+        counts = np.diff(self.edge_offsets)[order]
+        edge_offsets = np.concatenate([[0], np.cumsum(counts)])
+        edges = np.repeat(self.edge_offsets[order] - edge_offsets[:-1], counts) + np.arange(edge_offsets[-1])
         return Routes(
             task=self.task[order],
             start=self.start[order],
             stop=self.stop[order],
-            edge_at=edge_at,
+            edge_offsets=edge_offsets,
             sender=self.sender[edges],
             receiver=self.receiver[edges],
         )

@@ -10,7 +10,7 @@ from reshard.errors import PlanError
 from reshard.formatting import brief, format_ranks
 from reshard.ragged import NO_RANK
 
-from .problem import PlanProblem
+from .plan_problem import PlanProblem
 from .routes import Routes
 
 
@@ -29,7 +29,7 @@ def check_routes(problem: PlanProblem, routes: Routes) -> Routes:
     """
     arrays = {name: _array(name, getattr(routes, name)) for name in Routes.__dataclass_fields__}
     count, edges, ndim = arrays["task"].size, arrays["sender"].size, problem.start.shape[1]
-    shapes = {"task": (count,), "start": (count, ndim), "stop": (count, ndim), "edge_at": (count + 1,)}
+    shapes = {"task": (count,), "start": (count, ndim), "stop": (count, ndim), "edge_offsets": (count + 1,)}
     shapes |= {"sender": (edges,), "receiver": (edges,)}
     for name, array in arrays.items():
         if array.shape != shapes[name] or (array.size and array.dtype.kind not in "iu"):
@@ -45,7 +45,7 @@ def check_routes(problem: PlanProblem, routes: Routes) -> Routes:
         if wrong.size:
             spans = f"0 to {len(known) - 1}" if what == "tasks" else format_ranks(known.tolist())
             raise PlanError(f"{name}[{wrong[0]}] is {arrays[name][wrong[0]]}, but the {what} are {spans}")
-    edge_at = arrays["edge_at"]
-    if edge_at[0] != 0 or edge_at[-1] != edges or (np.diff(edge_at.astype(np.int64)) < 1).any():
-        raise PlanError(f"edge_at must rise from 0 to {edges} in {count} steps of at least 1")
+    edge_offsets = arrays["edge_offsets"]
+    if edge_offsets[0] != 0 or edge_offsets[-1] != edges or (np.diff(edge_offsets.astype(np.int64)) < 1).any():
+        raise PlanError(f"edge_offsets must rise from 0 to {edges} in {count} steps of at least 1")
     return Routes(**{name: array.astype(np.int64) for name, array in arrays.items()})

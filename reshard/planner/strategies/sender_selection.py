@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from reshard import _native
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import NO_RANK
 
 
@@ -58,10 +58,10 @@ def pick_senders(problem: PlanProblem, task: np.ndarray, receiver: np.ndarray) -
         task, receiver: ``(messages,)`` the task and the receiver of each message.
     """
     is_real = problem.holders != NO_RANK
-    holder_at = np.concatenate([[0], np.cumsum(is_real.sum(axis=1))])
+    holder_offsets = np.concatenate([[0], np.cumsum(is_real.sum(axis=1))])
     sender = np.zeros(len(task), dtype=np.int64)
     host = problem.topology.host_by_rank
-    _native.pick_senders(holder_at, problem.holders[is_real], task, receiver, problem.nbytes, host, sender)
+    _native.pick_senders(holder_offsets, problem.holders[is_real], task, receiver, problem.nbytes, host, sender)
     return sender
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from reshard import _native
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.ragged import NO_RANK
 
@@ -28,14 +28,14 @@ def along_trees(problem: PlanProblem, order: Iterable[tuple[int, int]]) -> Route
     task, sender = np.array(list(order), dtype=np.int64).reshape(-1, 2).T
     receivers = problem.receivers[task]
     is_real = receivers != NO_RANK
-    edge_at = np.concatenate([[0], np.cumsum(is_real.sum(axis=1))])
-    topology, (source, target) = problem.topology, np.zeros((2, int(edge_at[-1])), dtype=np.int64)
+    edge_offsets = np.concatenate([[0], np.cumsum(is_real.sum(axis=1))])
+    topology, (source, target) = problem.topology, np.zeros((2, int(edge_offsets[-1])), dtype=np.int64)
     _native.grow_trees(
-        np.ascontiguousarray(sender), edge_at, receivers[is_real], problem.nbytes[task],
+        np.ascontiguousarray(sender), edge_offsets, receivers[is_real], problem.nbytes[task],
         topology.host_by_rank, np.array([topology.host(host).pod or 0 for host in range(topology.num_hosts)]),
         len(topology.pods), _busiest_receiver_bytes(problem), source, target,
     )  # fmt: skip
-    return Routes(task, problem.start[task], problem.stop[task], edge_at, source, target)
+    return Routes(task, problem.start[task], problem.stop[task], edge_offsets, source, target)
 
 
 def _busiest_receiver_bytes(problem: PlanProblem) -> np.ndarray:

@@ -258,7 +258,7 @@ def view_as_bits(tensor: Any) -> Any:
 
 
 class TorchMemory:
-    """Implements :class:`~reshard.runtime.rounds.memory.Memory` for torch tensors on one device."""
+    """Implements :class:`~reshard.runtime.rounds.device_interfaces.Memory` for torch tensors on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -42,7 +42,7 @@ MIN_ABORT_WAIT_SECONDS = 0.1
 SPIN_SECONDS = 0.0005
 
 #: ``(device address, bytes, rank at the other end)``.
-Message = tuple[int, int, int]
+NcclMessage = tuple[int, int, int]
 #: A function that a wait calls from time to time. It raises an error if the wait cannot succeed.
 Poll = Callable[[], None]
 
@@ -156,7 +156,11 @@ class Communicator:
             raise NcclError(f"the communicator {'was aborted' if self._aborted else 'is closed'}")
 
     def exchange(
-        self, recvs: Sequence[Message], sends: Sequence[Message], stream: int, broadcasts: Sequence[Message] = ()
+        self,
+        recvs: Sequence[NcclMessage],
+        sends: Sequence[NcclMessage],
+        stream: int,
+        broadcasts: Sequence[NcclMessage] = (),
     ) -> None:
         """Enqueue receives, sends and broadcasts on a stream as one group. Messages between two ranks match by order.
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.runtime.cuda.nccl import Communicator, Message, Poll
+from reshard.runtime.cuda.nccl import Communicator, NcclMessage, Poll
 from reshard.runtime.cuda.nccl_library import DATA_TYPES, REDUCTIONS, NcclError, find_library
 from reshard.runtime.cuda.stream import STREAMS, allow_queries_during_capture, current_stream_handle
-from reshard.runtime.rounds.memory import Posted
-from reshard.runtime.rounds.schedule import Round
+from reshard.runtime.rounds.device_interfaces import Posted
+from reshard.runtime.rounds.round_assignment import Round
 
 #: Device types whose messages NCCL transfers.
 NCCL_DEVICES = {"cuda"}
@@ -112,7 +112,7 @@ class NcclExchange(_OnCommunicator):
         lists = (self._messages(posted) for posted in (recvs, sends, broadcasts))
         self._communicator.exchange(next(lists), next(lists), current_stream_handle(self._device), next(lists))
 
-    def _messages(self, posted: Sequence[Posted]) -> list[Message]:
+    def _messages(self, posted: Sequence[Posted]) -> list[NcclMessage]:
         return [
             (buffer.data_ptr(), buffer.numel() * buffer.element_size(), self._position[rank]) for buffer, rank in posted
         ]

@@ -23,9 +23,9 @@ from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.program import RankProgram
-from reshard.runtime.rounds.memory import PACK, UNPACK, Copier, Exchange, RoundStreams
+from reshard.runtime.rounds.device_interfaces import PACK, UNPACK, Copier, RoundExchange, RoundStreams
+from reshard.runtime.rounds.round_assignment import find_large_rounds
 from reshard.runtime.rounds.runner import RoundRunner
-from reshard.runtime.rounds.schedule import find_large_rounds
 
 
 class Mark(Protocol):
@@ -97,17 +97,17 @@ class CudaRoundStreams:
         self._streams: dict[str, Any] = {stream: torch.cuda.Stream(device, priority=-1) for stream in (PACK, UNPACK)}
 
     def on(self, stream: str) -> contextlib.AbstractContextManager[Any]:
-        """See :class:`~reshard.runtime.rounds.memory.RoundStreams`."""
+        """See :class:`~reshard.runtime.rounds.device_interfaces.RoundStreams`."""
         return torch.cuda.stream(self._streams[stream])
 
     def mark(self) -> Any:
-        """See :class:`~reshard.runtime.rounds.memory.RoundStreams`."""
+        """See :class:`~reshard.runtime.rounds.device_interfaces.RoundStreams`."""
         event = torch.cuda.Event()
         event.record()  # type: ignore[no-untyped-call]
         return event
 
     def wait(self, mark: Any) -> None:
-        """See :class:`~reshard.runtime.rounds.memory.RoundStreams`."""
+        """See :class:`~reshard.runtime.rounds.device_interfaces.RoundStreams`."""
         if mark is not None:
             torch.cuda.current_stream().wait_event(mark)
 
@@ -273,7 +273,7 @@ class StreamRunner:
     memory of the buffer before. Later transfers may start on other streams.
     """
 
-    def __init__(self, runner: RoundRunner, exchange: Exchange, streams: TransferStream) -> None:
+    def __init__(self, runner: RoundRunner, exchange: RoundExchange, streams: TransferStream) -> None:
         self._runner, self._exchange, self.streams = runner, exchange, streams
         streams.enqueue(_no_work, [])
 

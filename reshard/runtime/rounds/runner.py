@@ -16,19 +16,19 @@ from typing import Any
 from reshard.errors import PlanError
 from reshard.runtime.byte_runs import box_span
 from reshard.runtime.program import RankProgram, Recv, Send, Slices
-from reshard.runtime.rounds.large import LargeRounds
-from reshard.runtime.rounds.memory import (
+from reshard.runtime.rounds.device_interfaces import (
     ONE_STREAM,
     PACK,
     UNPACK,
     Array,
     Copier,
-    Exchange,
     Memory,
     Posted,
+    RoundExchange,
     RoundStreams,
 )
-from reshard.runtime.rounds.schedule import Round, rounds_of
+from reshard.runtime.rounds.large_groups import LargeRounds
+from reshard.runtime.rounds.round_assignment import Round, rounds_of
 from reshard.runtime.rounds.steps import EXTRA, ArrayKind, CompiledRound, MessageBytes, Packed, aligned
 from reshard.runtime.strided_regions import MAX_UNIT, box_regions, make_tables
 
@@ -65,9 +65,10 @@ class RoundRunner:
     than before need further tables.
 
     Args:
-        round_of: the round of each message, from :func:`~reshard.runtime.rounds.schedule.find_rounds`; or large rounds.
-            Their messages that need no buffer get one beyond ``staging_bytes`` for arrays that are not contiguous or
-            cast, of at most twice :data:`~reshard.runtime.rounds.large.DIRECT_ROUND_BYTES`, while a transfer runs.
+        round_of: the round of each message, from :func:`~reshard.runtime.rounds.round_assignment.find_rounds`; or large
+            rounds. Their messages that need no buffer get one beyond ``staging_bytes`` for arrays that are not
+            contiguous or cast, of at most twice :data:`~reshard.runtime.rounds.large_groups.UNBUFFERED_ROUND_BYTES`,
+            while a transfer runs.
         itemsizes: bytes per element of each tensor.
         staging_bytes: limit for buffer and tables together; None for no limit.
 
@@ -155,7 +156,7 @@ class RoundRunner:
         self,
         src: Sequence[Array | None],
         dst: Sequence[Array | None],
-        exchange: Exchange,
+        exchange: RoundExchange,
         streams: RoundStreams = ONE_STREAM,
     ) -> None:
         """Enqueue all rounds of this rank.
@@ -379,7 +380,7 @@ class RoundRunner:
             index, side, rank = op.forwards, "src" if op.forwards is None else "dst", op.receiver
         if index in self._relays:
             return self._relay(index, rank)
-        return self._direct(op, kinds, side, rank)
+        return self._unbuffered_bytes(op, kinds, side, rank)
 
     def _as_one(
         self, ops: Sequence[Recv | Send], rank: int, is_send: bool, kinds: Sequence[ArrayKind | None], slots: _Slots,
@@ -391,7 +392,7 @@ class RoundRunner:
             rank: the rank at the other end, or the root.
             copies: messages to pack, and to unpack.
         """
-        parts = [self._direct(op, kinds, "src" if is_send else "dst", rank) for op in ops]
+        parts = [self._unbuffered_bytes(op, kinds, "src" if is_send else "dst", rank) for op in ops]
         known = [part for part in parts if part is not None]
         is_direct = len(known) == len(parts) and all(
             earlier.stop == later.start for earlier, later in itertools.pairwise(known)
@@ -415,7 +416,9 @@ class RoundRunner:
         start = self.num_halves * self._half_bytes + self._relay_offsets[index]
         return MessageBytes(None, start, start + self.program.recvs[index].nbytes, rank)
 
-    def _direct(self, op: Recv | Send, kinds: Sequence[ArrayKind | None], side: str, rank: int) -> MessageBytes | None:
+    def _unbuffered_bytes(
+        self, op: Recv | Send, kinds: Sequence[ArrayKind | None], side: str, rank: int
+    ) -> MessageBytes | None:
         """The bytes of a message inside an array; None if they are not contiguous there and must be packed."""
         if len(op.boxes) > 1:
             return None

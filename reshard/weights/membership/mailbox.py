@@ -24,7 +24,7 @@ _READ = "-"
 #: Time that the owner waits for a message at a time. A message from the same process ends the wait.
 _WAIT = datetime.timedelta(days=1)
 
-Message = dict[str, Any]
+MailboxMessage = dict[str, Any]
 
 
 class Outbox:
@@ -78,7 +78,7 @@ class Mailbox:
         """
         self._store, self.address, self._number = own_client(store), address, 0
 
-    def read(self) -> Message:
+    def read(self) -> MailboxMessage:
         """The next message; waits until there is one. Skips what is no message.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.coordination import has_ended
-from reshard.coordination.groups.messages import read_json
+from reshard.coordination.groups.agreement_messages import read_json
 from reshard.coordination.groups.store import Store
 from reshard.errors import ArgumentError
 from reshard.weights.model.holdings import Value

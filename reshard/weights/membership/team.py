@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.api.lossless.transfer import exchange_reports
+from reshard.api.lossless.lossless_transfer import exchange_reports
 from reshard.coordination import (
     Group,
     Monitor,
@@ -32,7 +32,7 @@ from reshard.coordination.groups.store import ForeignValueError, Store
 from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError
 from reshard.formatting import brief
 from reshard.threads import start_thread
-from reshard.weights.membership.mailbox import Mailbox, Message, Outbox
+from reshard.weights.membership.mailbox import Mailbox, MailboxMessage, Outbox
 from reshard.weights.membership.roster import Roster, ranks_store
 
 #: Time to wait for the other ranks of a team.
@@ -181,7 +181,7 @@ class Team:
         """Post a message to every rank of the team."""
         self.outbox.post_all(map(self.address, range(self.size)), message)
 
-    def answer_ping(self, ping: Message) -> None:
+    def answer_ping(self, ping: MailboxMessage) -> None:
         """Answer a ping."""
         answer = {"kind": "pong", "nonce": ping["nonce"], "team": self.id, "rank": self.rank}
         self.outbox.post(ping["reply"], answer)
@@ -214,7 +214,7 @@ class Team:
             self._survivors = None
 
     def start(
-        self, act: Callable[[Message], None], fail: Callable[[BaseException], None], end: Callable[[], None]
+        self, act: Callable[[MailboxMessage], None], fail: Callable[[BaseException], None], end: Callable[[], None]
     ) -> None:
         """Start the thread.
 

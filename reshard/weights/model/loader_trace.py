@@ -22,7 +22,7 @@ from reshard.weights.model.pieces import Side
 
 _aten = torch.ops.aten
 #: Parameters and buffers of an engine by name.
-Tensors = Mapping[str, torch.Tensor]
+NamedTensors = Mapping[str, torch.Tensor]
 #: Shape and dtype of a tensor of the checkpoint.
 Given = tuple[tuple[int, ...], torch.dtype]
 
@@ -84,7 +84,7 @@ class _Root:
         return compose_parts(shown, self.made)
 
 
-def trace_loader(load_weights: Any, tensors: Tensors, given: Mapping[str, Given]) -> list[TracedCopy | Fill]:
+def trace_loader(load_weights: Any, tensors: NamedTensors, given: Mapping[str, Given]) -> list[TracedCopy | Fill]:
     """The copies and fills of a loader, in order. Parameters do not change.
 
     Args:
@@ -115,7 +115,7 @@ def trace_loader(load_weights: Any, tensors: Tensors, given: Mapping[str, Given]
 
 
 class _Trace(TorchDispatchMode):
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: NamedTensors) -> None:
         super().__init__()
         self.found: list[TracedCopy | Fill] = []
         self.last = ""

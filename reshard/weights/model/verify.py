@@ -16,9 +16,9 @@ import torch
 
 from reshard.errors import RemoteError, VerificationError
 from reshard.sharding import Shards, find_overlaps, format_box
-from reshard.weights.model.digests import LocatedRegions, add_digests, flat_strides
 from reshard.weights.model.manifest import Manifest
 from reshard.weights.model.pieces import RegionPair, Side, cut_held
+from reshard.weights.model.region_digests import LocatedRegions, add_digests, flat_strides
 
 #: The ascending numbers of regions of a destination model, and the digests of these regions. Both are the bytes of an
 #: array in base 64, which takes a small part of the time of as many numbers in JSON. ``["", ""]`` has no regions.

@@ -10,11 +10,11 @@ from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.sharding import Mesh, TensorSpec
 from reshard.topology import Host, Topology
 
-from ...costs import price_edge
-from ...graph import Edge, Loads
 from ...pipe.partition.stage_mesh import GRID_AXES, STAGE_AXES, layout_of_tensor
-from ..inputs.choices import GridShape
+from ...pipeline import Edge, Loads
+from ...transfer_costs import price_edge
 from ..inputs.cluster import Cluster
+from ..inputs.layer_choices import GridShape
 from ..inputs.layer_graph import LayerGraph, Tensor
 
 #: ``(first rank, end rank, tp)`` of one end of an edge; in place of tp, the shape of a grid.

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.dtypes import ITEMSIZE, dtype_name
-from reshard.parallel.costs import AxisCost, find_axis_cost
+from reshard.parallel.axis_costs import AxisCost, find_axis_cost
 from reshard.parallel.grid.cuts import AXES
 from reshard.parallel.layer_price import GridLoad, LayerPrice, LayerSizes, price_layer
 from reshard.topology import Host, Link, Topology
 
-from ..inputs.choices import Choice, ChoiceRules, GridShape
+from ..inputs.layer_choices import Choice, ChoiceRules, GridShape
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import LayerTimes
 from .collective_costs import StagePlace
@@ -36,7 +36,7 @@ def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
 
 
 def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostInputs) -> LayerCost:
-    """The cost of a layer on a grid for one microbatch. See :func:`~.costs.layer_cost`.
+    """The cost of a layer on a grid for one microbatch. See :func:`~.costs.layer_costs.layer_cost`.
 
     Computation takes the busiest rank's share of the profiled time of one rank. Communication takes the time that
     :func:`~reshard.parallel.layer_price.price_layer` returns for a rank of that speed. Gradients are summed over the

@@ -9,16 +9,16 @@ from functools import cached_property, partial
 
 from reshard.errors import ScheduleError
 
-from ...graph import Pipeline
 from ...ir.communication import add_transfers, computations
 from ...ir.schedule import Schedule
-from ...schedules.auto import auto_schedule, in_flight
-from ...schedules.orders import Order, OrderModel, order_of_warmups
-from ...schedules.registry import KNOWN_SCHEDULES, known_orders
+from ...pipeline import Pipeline
+from ...schedules.known_schedules import KNOWN_SCHEDULES, known_orders
+from ...schedules.orders import OrderModel, RankOrders, order_of_warmups
+from ...schedules.schedule_search import auto_schedule, in_flight
 from ...simulation.replay import PipelineTimeline, simulate_schedule
 from .device_peaks import DevicePeak, peak_of_stage, peak_of_stages
 from .layer_costs import StageCost
-from .problem import SCALED_LIMIT, Candidate, SearchProblem
+from .search_problem import SCALED_LIMIT, Candidate, SearchProblem
 from .step_bounds import may_be_faster
 from .tied_costs import TiedSum
 
@@ -46,7 +46,7 @@ class Evaluation:
 
     candidate: Candidate
     schedule_name: str
-    order: Order
+    order: RankOrders
     in_flight: tuple[int, ...]
     pipeline: Pipeline
     costs: tuple[StageCost, ...]
@@ -247,7 +247,7 @@ class _Trial:
     name: str
     in_flight: tuple[int, ...]
     peaks: tuple[DevicePeak, ...]
-    make_order: Callable[[], Order]
+    make_order: Callable[[], RankOrders]
 
 
 def _trials(
@@ -272,7 +272,7 @@ def _trials(
         yield _trial_of(found.name, model.numbers(computations(found)), costs, pp_ranks)
 
 
-def _trial_of(name: str, order: Order, costs: Sequence[StageCost], pp_ranks: Sequence[int]) -> _Trial:
+def _trial_of(name: str, order: RankOrders, costs: Sequence[StageCost], pp_ranks: Sequence[int]) -> _Trial:
     """A schedule whose order is known."""
     depths = in_flight(order, len(costs))
     peaks = []
@@ -295,7 +295,7 @@ def _several_stage_trials(
 
 def _one_stage_trials(
     model: OrderModel, costs: Sequence[StageCost], can_split: bool, only: str | None
-) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Order]]]:
+) -> Iterator[tuple[str, tuple[int, ...], Callable[[], RankOrders]]]:
     """The known schedules of one stage on each pp rank that have a fixed warm-up, and 1F1B with depths that hide the
     transfers.
 

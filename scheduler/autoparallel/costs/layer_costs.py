@@ -14,7 +14,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import brief
 
 from ...ir.communication import RECVS_AHEAD
-from ..inputs.choices import Choice, shard_1d
+from ..inputs.layer_choices import Choice, shard_1d
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import ClassTimes, LayerProfile
 from .codec_costs import CodecCosts

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..inputs.layer_graph import Tensor
 from .edge_costs import End
 from .layer_costs import StageCost
-from .problem import Candidate, SearchProblem, end_of, stage_edges
+from .search_problem import Candidate, SearchProblem, end_of, stage_edges
 
 #: Relative tolerance of lower bounds, because the simulator adds numbers in another order.
 BOUND_TOLERANCE = 1e-8

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from reshard.sharding import Layout, Mesh, TensorSpec
 
-from ...costs import price_edge
-from ...graph import Edge, Loads
-from ..inputs.choices import Choice
+from ...pipeline import Edge, Loads
+from ...transfer_costs import price_edge
 from ..inputs.cluster import Cluster, hosts_are_alike
+from ..inputs.layer_choices import Choice
 from ..inputs.layer_graph import LayerGraph, is_shared, own_layer
 from ..inputs.stages import StagePlan
 from .collective_costs import StagePlace

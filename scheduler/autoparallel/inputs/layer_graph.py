@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import brief
 from reshard.parallel.layer_price import LayerSizes
 
-from .files import explain_refusal, read_object
+from .text_files import explain_refusal, read_object
 
 #: Largest size, count or amount of work of a layer.
 MAX = 1e21

@@ -15,8 +15,8 @@ from reshard.arguments import check_arguments, check_fields
 from reshard.errors import ArgumentError
 from reshard.formatting import brief, format_names
 
-from .files import explain_refusal, read_object, read_value, write_text
 from .layer_graph import LayerGraph
+from .text_files import explain_refusal, read_object, read_value, write_text
 
 VERSION = 1
 #: Fraction of the peak rate of a device that layers are assumed to reach in an estimate.

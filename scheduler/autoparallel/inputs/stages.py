@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
-from .choices import Choice
+from .layer_choices import Choice
 
 
 @dataclass(frozen=True, order=True)

@@ -8,9 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from ..costs.problem import Candidate, SearchProblem, Stages
+from ..costs.search_problem import Candidate, SearchProblem, Stages
 from ..inputs.stages import StagePlan
-from .pace import Tables, make_tables
+from .recurrence_tables import Tables, make_tables
 
 #: Number of limits on the time of the slowest stage that are tried. If there are more times of stages, the limits are
 #: spread evenly among them.

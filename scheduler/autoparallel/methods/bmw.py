@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from ..costs.problem import Candidate, SearchProblem
+from ..costs.search_problem import Candidate, SearchProblem
 from .knapsack import PackedStage, pack_stage
 from .pure import even_cuts
 

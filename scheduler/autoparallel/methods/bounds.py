@@ -28,8 +28,8 @@ import numpy as np
 
 from ..costs.collective_costs import StagePlace
 from ..costs.layer_costs import LayerCost
-from ..costs.problem import SearchProblem
-from ..inputs.choices import Choice
+from ..costs.search_problem import SearchProblem
+from ..inputs.layer_choices import Choice
 from .range_bytes import bytes_of_cuts
 
 #: Values of the share s that are tried.

@@ -24,8 +24,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..costs.layer_costs import fixed_bytes_of
-from ..costs.problem import Candidate, SearchProblem
-from ..inputs.choices import Choice
+from ..costs.search_problem import Candidate, SearchProblem
+from ..inputs.layer_choices import Choice
 from ..inputs.stages import StagePlan
 
 #: Largest number of stages of a mesh.
@@ -246,10 +246,10 @@ def _best_cuts(meshes: Sequence[_Mesh], placement: Sequence[int]) -> list[tuple[
 def _equal_cuts(meshes: Sequence[_Mesh], placement: Sequence[int]) -> tuple[int, ...]:
     """Cuts that give each stage about the same seconds."""
     num_layers, num = len(meshes[0].seconds), len(placement)
-    pace = len(meshes) / sum(1 / (sum(map(_finite, mesh.seconds)) or 1.0) for mesh in meshes) / num
+    bottleneck_seconds = len(meshes) / sum(1 / (sum(map(_finite, mesh.seconds)) or 1.0) for mesh in meshes) / num
     cuts, owed = [0], 0.0
     for number, r in enumerate(placement[:-1]):
-        owed += pace
+        owed += bottleneck_seconds
         layer, last = cuts[-1], num_layers - (num - 1 - number)
         while layer < last and (layer == cuts[-1] or _finite(meshes[r].seconds[layer]) / 2 <= owed):
             owed -= _finite(meshes[r].seconds[layer])

@@ -1,4 +1,4 @@
-"""The joint search: stages, devices, choices, depths and edges at once, by the recurrence of :mod:`.pace`."""
+"""The joint search by the recurrence of :mod:`.recurrence_tables`: stages, devices, choices, depths, edges at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..costs.problem import Candidate, SearchProblem, Stages, end_of
-from .pace import Tables, make_tables
+from ..costs.search_problem import Candidate, SearchProblem, Stages, end_of
+from .recurrence_tables import Tables, make_tables
 
 #: Ratio of consecutive bottleneck times that are tried. The answer is within this factor of the best one.
 PACE_STEP = 1.01
@@ -20,7 +20,8 @@ NUM_CANDIDATES, PER_COUNT = 6, 3
 
 
 def joint(problem: SearchProblem, below_seconds: float = math.inf) -> tuple[Candidate, ...]:
-    """The plans that are fastest in the model of :mod:`.pace`, with true prices of all their edges, best first.
+    """The plans that are fastest in the model of :mod:`.recurrence_tables`, with true prices of all their edges, best
+    first.
 
     Plans count only if they take less than ``below_seconds`` in this model.
     """
@@ -44,7 +45,7 @@ class _Entry:
 
     seconds: float
     count: int
-    pace: float
+    bottleneck_seconds: float
     is_exact: bool
     stages: Stages
 
@@ -68,12 +69,12 @@ def best_plans(problem: SearchProblem, below_seconds: float = math.inf) -> Itera
         if trip < math.inf:
             heap += [
                 _Entry(trip + (count - 1) * bottleneck_seconds, count, bottleneck_seconds, False, ())
-                for bottleneck_seconds in pace_grid(made)
+                for bottleneck_seconds in bottleneck_times(made)
             ]
     heapq.heapify(heap)
     while heap and heap[0].seconds < below_seconds:
         entry = heapq.heappop(heap)
-        count, bottleneck_seconds = entry.count, entry.pace
+        count, bottleneck_seconds = entry.count, entry.bottleneck_seconds
         if entry.is_exact:
             yield Candidate("joint", entry.stages, count, entry.seconds)
             continue
@@ -104,7 +105,7 @@ def price_edges(tables: Tables, stages: Stages, prices: dict[int, tuple[float, f
     return added
 
 
-def pace_grid(tables: Tables) -> list[float]:
+def bottleneck_times(tables: Tables) -> list[float]:
     """Candidate bottleneck times, 1 % apart, from the lower bound to the time of a plan with one stage."""
     num = len(tables.problem.graph.layers)
     total = tables.forward + tables.backward

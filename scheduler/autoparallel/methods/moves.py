@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..costs.problem import Candidate, SearchProblem, Stages
-from ..inputs.choices import Choice
+from ..costs.search_problem import Candidate, SearchProblem, Stages
+from ..inputs.layer_choices import Choice
 from ..inputs.stages import StagePlan, pp_ranks_of
 
 

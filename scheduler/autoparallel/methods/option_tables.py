@@ -9,9 +9,9 @@ import numpy as np
 
 from ..costs.collective_costs import StagePlace
 from ..costs.layer_costs import LayerCost
-from ..costs.problem import SearchProblem
+from ..costs.search_problem import SearchProblem
 from ..costs.tied_costs import tied_share
-from ..inputs.choices import Choice
+from ..inputs.layer_choices import Choice
 
 
 def num_recomputed(part: float, count: int) -> int:

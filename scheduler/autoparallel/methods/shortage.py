@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..costs.problem import Candidate, SearchProblem
-from .pace import Tables, make_tables
+from ..costs.search_problem import Candidate, SearchProblem
+from .recurrence_tables import Tables, make_tables
 
 
 class Shortage(NamedTuple):

@@ -19,8 +19,8 @@ from reshard.formatting import brief
 from ...pipe.partition.blocks import BlockStage
 from ...pipe.profile import count_saved_bytes
 from ..inputs.layer_profile import ClassTimes, LayerProfile, LayerTimes
-from .tracing import TracedModel, layer_inputs, run_layer
-from .zero_times import Shapes, measure_zero_times
+from .layer_tracing import TracedModel, layer_inputs, run_layer
+from .zero_times import ShapesAndDtypes, measure_zero_times
 
 #: Samples that are measured, unless others are given.
 SAMPLE_COUNTS = (1, 2, 4)
@@ -63,7 +63,7 @@ def profile_layers(
         raise ArgumentError("sample_counts is empty; it must have at least one number of samples")
     stages = traced.pipe.cut(traced.outline.names).build(traced.pipe.model)
     classes: dict[str, ClassTimes] = {}
-    parameters: list[Shapes] = []
+    parameters: list[ShapesAndDtypes] = []
     for number, (layer, module) in enumerate(zip(traced.graph.layers, stages, strict=True)):
         if layer.key in classes:
             continue

@@ -34,7 +34,7 @@ class ZeroTimes(NamedTuple):
 
 
 #: Shape and dtype of each parameter of a layer.
-Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+ShapesAndDtypes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 #: Program of another process, which reads the arguments of :func:`measure_alone` and writes the result.
@@ -46,7 +46,7 @@ _PROGRAM = (
 MEASURE_ALONE_TIMEOUT_SECONDS = 300.0
 
 
-def measure_zero_times(layers: Sequence[Shapes], device: str, repeats: int) -> list[ZeroTimes]:
+def measure_zero_times(layers: Sequence[ShapesAndDtypes], device: str, repeats: int) -> list[ZeroTimes]:
     """Times of layers with these parameters under ``fully_shard``, over a group whose collectives return at once.
 
     Only the work of the device and its host for an all-gather and a reduce-scatter remains. If this process has a world
@@ -77,14 +77,14 @@ def measure_zero_times(layers: Sequence[Shapes], device: str, repeats: int) -> l
         return [ZeroTimes()] * len(layers)
 
 
-def measure_alone(layers: Sequence[Shapes], device: str, repeats: int) -> list[ZeroTimes]:
+def measure_alone(layers: Sequence[ShapesAndDtypes], device: str, repeats: int) -> list[ZeroTimes]:
     """:func:`measure_zero_times` in a separate process, whose current device becomes the measured one."""
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)
     return _measure_in_group(layers, device, repeats)
 
 
-def _measure_in_group(layers: Sequence[Shapes], device: str, repeats: int) -> list[ZeroTimes]:
+def _measure_in_group(layers: Sequence[ShapesAndDtypes], device: str, repeats: int) -> list[ZeroTimes]:
     with idle_group(NUM_RANKS):
         mesh = dist.init_device_mesh(torch.device(device).type, (NUM_RANKS,))
         return [_measure(shapes, device, mesh, repeats) for shapes in layers]
@@ -93,7 +93,7 @@ def _measure_in_group(layers: Sequence[Shapes], device: str, repeats: int) -> li
 class _Parameters(nn.Module):
     """Uses one value of each parameter, so each parameter has a whole gradient."""
 
-    def __init__(self, shapes: Shapes, device: str) -> None:
+    def __init__(self, shapes: ShapesAndDtypes, device: str) -> None:
         super().__init__()
         self.values = nn.ParameterList(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes)
 
@@ -103,7 +103,7 @@ class _Parameters(nn.Module):
         return x
 
 
-def _measure(shapes: Shapes, device: str, mesh: Any, repeats: int) -> ZeroTimes:
+def _measure(shapes: ShapesAndDtypes, device: str, mesh: Any, repeats: int) -> ZeroTimes:
     """Seconds of one layer, as differences of steps: with and without sharding, and reduce-scatters."""
     from torch.distributed.fsdp import fully_shard
 

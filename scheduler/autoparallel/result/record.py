@@ -15,9 +15,9 @@ from reshard.formatting import count_of
 
 from ...ir.schedule import Schedule
 from ...ir.text import parse_schedule
-from ..inputs.choices import Choice
-from ..inputs.files import explain_refusal, read_object
+from ..inputs.layer_choices import Choice
 from ..inputs.stages import StagePlan, check_stages, describe_stages, pp_ranks_of
+from ..inputs.text_files import explain_refusal, read_object
 from .reports import Alternative, EdgeReport, StageReport, TieReport, balance_degrees, check_values
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..inputs.files import read_value, write_text
-from .drawing import draw_training_plan
+from ..inputs.text_files import read_value, write_text
 from .explain import explain_training_plan
-from .page import draw_stages, training_plan_to_html
 from .record import TrainingPlanRecord
+from .training_plan_drawing import draw_training_plan
+from .training_plan_page import draw_stages, training_plan_to_html
 
 
 @dataclass(frozen=True)

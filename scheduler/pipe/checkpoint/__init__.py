@@ -21,11 +21,11 @@ A checkpoint is written to ``step-00000100.unfinished``, which is then renamed. 
 again, the earlier checkpoint of step 100 is still there. :mod:`.pickled` reads the format of earlier versions.
 """
 
-from .choosing import choose_checkpoint
+from .checkpoint_choice import choose_checkpoint
 from .folders import find_checkpoints
 from .loading import check_model_entries, find_entries, find_model_entries, load
 from .saving import CHECKPOINT_TIMEOUT_SECONDS, check_saved, save
-from .state import TrainingState, check_objects
+from .training_state import TrainingState, check_objects
 
 __all__ = [
     "CHECKPOINT_TIMEOUT_SECONDS",

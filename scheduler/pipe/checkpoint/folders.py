@@ -10,7 +10,7 @@ from typing import Any
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 
-from .digests import DIGESTS_FILE
+from .file_digests import DIGESTS_FILE
 from .index import INDEX_FILE
 
 #: The index of a checkpoint in the pickled format of ``torch.distributed.checkpoint``.

@@ -17,7 +17,7 @@ import torch
 from reshard.formatting import brief, compare_names, count_of
 from reshard.sharding import find_overlaps
 
-from .dtypes import CODES, DTYPES
+from .safetensors_dtypes import CODES, DTYPES
 from .values import format_json, parse_json
 
 INDEX_FILE = "index.json"

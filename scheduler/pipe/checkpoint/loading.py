@@ -14,8 +14,8 @@ from reshard.formatting import brief, format_names
 
 from .pickled import PickledCheckpoint
 from .plain_parameters import JoinedTensor, PlainParameter
-from .state import TrainingState, check_counters, check_rng, restore_rng
 from .stored import StoredCheckpoint
+from .training_state import TrainingState, check_counters, check_rng, restore_rng
 
 
 def find_entries(checkpoint: StoredCheckpoint | PickledCheckpoint, state: TrainingState) -> ReadRequest:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from reshard.errors import ArgumentError
 
-from .digests import check_file
+from .file_digests import check_file
 from .index import CheckpointEntry
 from .plain_parameters import JoinedTensor, find_pieces
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from reshard.errors import ArgumentError
 from reshard.formatting import unwrapped_name
-from reshard.parallel.state import find_plain_forms
+from reshard.parallel.plain_state import find_plain_forms
 from reshard.sharding import Layout, Mesh
 
 from ...runtime.data_parallel import without_ddp

@@ -15,10 +15,10 @@ import torch
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.formatting import brief
 
-from .digests import digest_parts, write_digests, write_synced
+from .file_digests import digest_parts, write_digests, write_synced
 from .folders import begin, finish, folder_of, prune, read_path, unfinished_folder
 from .index import INDEX_FILE
-from .state import Exchange, TrainingState, check_objects, rng_state
+from .training_state import GatherFromRanks, TrainingState, check_objects, rng_state
 from .writing import Entries, plan_writes, write_entries
 
 #: Time limit for waiting for a rank that writes or reads. Ranks detect at once that another one died.
@@ -44,7 +44,7 @@ def check_saved(path: Any, state: TrainingState, keep: Any) -> Path:
     return read_path(path)
 
 
-def save(path: Path, state: TrainingState, exchange: Exchange, keep: int) -> None:
+def save(path: Path, state: TrainingState, exchange: GatherFromRanks, keep: int) -> None:
     """Write a checkpoint in a folder at ``path``, and delete old ones. All ranks call this.
 
     Each rank writes its own shards. If several ranks have a replica of a shard, the least loaded of them writes it. If

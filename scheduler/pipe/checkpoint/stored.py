@@ -14,10 +14,10 @@ from safetensors import SafetensorError, safe_open
 from reshard.errors import ArgumentError
 from reshard.formatting import compare_names, format_names
 
-from .digests import DIGESTS_FILE, check_file, digest_parts, explain_difference
-from .dtypes import CODES
+from .file_digests import DIGESTS_FILE, check_file, digest_parts, explain_difference
 from .index import INDEX_FILE, CheckpointEntry, Index, Shard, parse_index
 from .plain_parameters import JoinedTensor, find_pieces
+from .safetensors_dtypes import CODES
 from .values import decode, parse_json
 
 

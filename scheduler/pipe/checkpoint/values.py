@@ -21,7 +21,7 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 
-from .dtypes import CODES
+from .safetensors_dtypes import CODES
 
 #: Greatest depth of lists and dicts inside each other.
 MAX_DEPTH = 100

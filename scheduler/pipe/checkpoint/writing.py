@@ -16,16 +16,16 @@ from safetensors.torch import save_file
 
 from reshard.errors import ArgumentError, DisagreementError
 
-from .digests import digest_parts, write_synced
-from .dtypes import CODES, DTYPES
+from .file_digests import digest_parts, write_synced
 from .index import CheckpointEntry, Index, Shard, check_shards
 from .plain_parameters import JoinedTensor, find_pieces
+from .safetensors_dtypes import CODES, DTYPES
 from .values import encode, format_json
 
 #: Size from which on a rank begins another file. A file may need its size in memory while it is written.
 FILE_BYTES = 2**32
 #: A box of a tensor: its offsets and its sizes.
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+ShardBox = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Entries:
@@ -34,7 +34,7 @@ class Entries:
     def __init__(self) -> None:
         self._dtypes: dict[str, torch.dtype] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self.pieces: dict[str, dict[Box, torch.Tensor]] = {}
+        self.pieces: dict[str, dict[ShardBox, torch.Tensor]] = {}
         self.values: dict[str, Any] = {}
         self._inside: dict[str, list[str]] = {}
 
@@ -80,7 +80,7 @@ class WritePlan:
     """
 
     tensors: Mapping[str, CheckpointEntry]
-    pieces: Mapping[int, Sequence[tuple[str, Box]]]
+    pieces: Mapping[int, Sequence[tuple[str, ShardBox]]]
     values: Mapping[int, Sequence[str]]
 
     def make_index(self, written: Mapping[int, Sequence[Any]]) -> Index:
@@ -109,7 +109,7 @@ def plan_writes(outlines: Mapping[int, Any]) -> WritePlan:
         for key in outline["values"]:
             owners.setdefault(key, rank)
     first: dict[str, tuple[int, CheckpointEntry]] = {}
-    holders: dict[tuple[str, Box], list[int]] = {}
+    holders: dict[tuple[str, ShardBox], list[int]] = {}
     for rank, outline in outlines.items():
         dropped = {name for key, names in outline["values"].items() if owners[key] != rank for name in names}
         for key, (code, shape, boxes) in outline["tensors"].items():
@@ -126,7 +126,7 @@ def plan_writes(outlines: Mapping[int, Any]) -> WritePlan:
                 holders.setdefault((key, (tuple(offsets), tuple(sizes))), []).append(rank)
     tensors = {key: entry for key, (_, entry) in first.items()}
     _check_boxes(tensors, holders)
-    pieces: dict[int, list[tuple[str, Box]]] = {rank: [] for rank in outlines}
+    pieces: dict[int, list[tuple[str, ShardBox]]] = {rank: [] for rank in outlines}
     num_bytes = dict.fromkeys(outlines, 0)
     for (key, box), ranks in holders.items():
         chosen = min(ranks, key=lambda rank: (num_bytes[rank], rank))
@@ -136,8 +136,8 @@ def plan_writes(outlines: Mapping[int, Any]) -> WritePlan:
     return WritePlan(tensors, pieces, values)
 
 
-def _check_boxes(tensors: Mapping[str, CheckpointEntry], holders: Mapping[tuple[str, Box], Sequence[int]]) -> None:
-    boxes: dict[str, list[Box]] = {key: [] for key in tensors}
+def _check_boxes(tensors: Mapping[str, CheckpointEntry], holders: Mapping[tuple[str, ShardBox], Sequence[int]]) -> None:
+    boxes: dict[str, list[ShardBox]] = {key: [] for key in tensors}
     for key, box in holders:
         boxes[key].append(box)
     for key, entry in tensors.items():
@@ -155,7 +155,7 @@ def values_file(rank: int) -> str:
 
 
 def write_entries(
-    folder: Path, rank: int, entries: Entries, pieces: Sequence[tuple[str, Box]], values: Sequence[str]
+    folder: Path, rank: int, entries: Entries, pieces: Sequence[tuple[str, ShardBox]], values: Sequence[str]
 ) -> tuple[dict[str, str], list[tuple[str, int, int, str]]]:
     """Write the files of this rank.
 
@@ -166,7 +166,7 @@ def write_entries(
         ArgumentError: a file cannot be written. OSError: the same.
     """
     digests: dict[str, str] = {}
-    shards: dict[tuple[str, Box], tuple[str, int, int, str]] = {}
+    shards: dict[tuple[str, ShardBox], tuple[str, int, int, str]] = {}
     for number, group in enumerate(_divide(pieces, entries)):
         name = f"rank-{rank:05d}-{number:03d}.safetensors"
         _write_tensors(folder / name, {key: (box[0], entries.pieces[key][box]) for key, box in group})
@@ -182,11 +182,11 @@ def write_entries(
     return digests, [shards[piece] for piece in pieces]
 
 
-def _divide(pieces: Sequence[tuple[str, Box]], entries: Entries) -> Iterator[list[tuple[str, Box]]]:
+def _divide(pieces: Sequence[tuple[str, ShardBox]], entries: Entries) -> Iterator[list[tuple[str, ShardBox]]]:
     """The pieces of each file, in which a key occurs once, as torch's reader of safetensors expects it."""
     rest = list(pieces)
     while rest:
-        group: dict[str, Box] = {}
+        group: dict[str, ShardBox] = {}
         later, num_bytes = [], 0
         for key, box in rest:
             if key in group or num_bytes >= FILE_BYTES:

@@ -10,7 +10,7 @@ import torch
 
 from ...runtime import torch_compat
 from .blocks import Block
-from .tracing import finish_output
+from .traced_cut import finish_output
 
 #: Parameters that a batch cannot name.
 _UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -15,7 +15,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.sharding import Layout, Mesh, TensorSpec
 
-from ...graph import Edge
+from ...pipeline import Edge
 from ...runtime import torch_compat
 from .batches import BatchOutline
 from .blocks import BlockStage, copy_stage

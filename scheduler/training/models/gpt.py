@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .presets import GPTConfig
+from .model_presets import GPTConfig
 
 #: Standard deviation of the first weights.
 INITIAL_STD = 0.02

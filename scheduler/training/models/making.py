@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .gpt import GPT
-from .presets import GPTConfig, UTransformerConfig
+from .model_presets import GPTConfig, UTransformerConfig
 from .u_transformer import UTransformer
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .presets import LEVELS, NUM_U_LAYERS, UTransformerConfig
+from .model_presets import LEVELS, NUM_U_LAYERS, UTransformerConfig
 
 
 class UTransformer(nn.Module):

@@ -10,7 +10,7 @@ import torch
 
 from reshard import Topology, scheduler
 from reshard.scheduler import autoparallel
-from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+from reshard.scheduler.autoparallel.costs.search_problem import SearchProblem
 from reshard.scheduler.autoparallel.modules import profiling
 from reshard.scheduler.autoparallel.modules.zero_times import ZeroTimes
 from reshard.scheduler.autoparallel.tuning import Measurement

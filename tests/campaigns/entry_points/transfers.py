@@ -109,9 +109,9 @@ def of_plans():
         ),
         "Routes.join": (planner.Routes.join, {"parts": [routes, routes]}),
         "Routes.take": (routes.take, {"order": ones}),
-        "Floors": (planner.Floors, {"problem": problem}),
+        "StrategyBounds": (planner.StrategyBounds, {"problem": problem}),
         "find_strategy": (planner.find_strategy, {"strategy": "multicast"}),
-        "floor_of_transfers": (planner.floor_of_transfers, {"problem": problem, "transfers": plan.transfers}),
+        "bound_of_transfers": (planner.bound_of_transfers, {"problem": problem, "transfers": plan.transfers}),
         "predict": (planner.predict, {"plan": plan, "rate": reshard.CodecRate("int8x128", 1e9, 2e9)}),
         "compress_tensors": (
             planner.compress_tensors,
@@ -119,16 +119,16 @@ def of_plans():
             | {"plan": planner.plan_tensors, "wire_dtypes": None},
         ),
         "a strategy of routes": (
-            lambda sender, edge_at, task: reshard.make_plan(
+            lambda sender, edge_offsets, task: reshard.make_plan(
                 rows,
                 columns,
                 (6, 4),
                 "float32",
                 strategy=lambda problem: planner.Routes(
-                    task, routes.start, routes.stop, edge_at, sender, routes.receiver
+                    task, routes.start, routes.stop, edge_offsets, sender, routes.receiver
                 ),
             ),
-            {"sender": routes.sender, "edge_at": routes.edge_at, "task": routes.task},
+            {"sender": routes.sender, "edge_offsets": routes.edge_offsets, "task": routes.task},
         ),
         "a strategy": (
             lambda routes: reshard.make_plan(rows, columns, (6, 4), "float32", strategy=lambda problem: routes),

@@ -13,10 +13,10 @@ from reshard.parallel.layer_price import LayerSizes
 from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, Tensor
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
-from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
-from reshard.scheduler.autoparallel.methods.pace import make_tables
+from reshard.scheduler.autoparallel.methods.recurrence_tables import make_tables
 from reshard.topology import Host, Link, Topology
 
 
@@ -152,17 +152,17 @@ def _price(tables, src, dst, true_prices):
     return edge.forward_seconds, edge.backward_seconds
 
 
-def min_pace(tables, plan, true_prices):
-    """The pace below which no part of a plan can work."""
+def min_bottleneck_seconds(tables, plan, true_prices):
+    """The bottleneck time below which no part of a plan can work."""
     edges = [_price(tables, src, dst, true_prices) for src, dst in itertools.pairwise(plan)]
     stages = [_stage(tables, *transfer) for transfer in plan]
     return max([cost.seconds for _, cost, _ in stages] + [ports for _, _, ports in stages] + [max(e) for e in edges])
 
 
-def seconds_at(tables, plan, pace, true_prices):
-    """What a plan takes at a pace in the model of ``methods/pace.py``, written from its definition; inf if not allowed."""
+def seconds_at(tables, plan, bottleneck_seconds, true_prices):
+    """What a plan takes at a bottleneck time in the model of ``methods/recurrence_tables.py``, written from its definition; inf if not allowed."""
     m = tables.num_microbatches
-    if min_pace(tables, plan, true_prices) > pace * (1 + 1e-12):
+    if min_bottleneck_seconds(tables, plan, true_prices) > bottleneck_seconds * (1 + 1e-12):
         return math.inf
     trip, excess = 0.0, -math.inf
     for index in reversed(range(len(plan))):
@@ -170,16 +170,23 @@ def seconds_at(tables, plan, pace, true_prices):
         there, back = _price(tables, plan[index], plan[index + 1], true_prices) if index + 1 < len(plan) else (0.0, 0.0)
         trip += cost.seconds + there + back
         excess = max(cost.ending_seconds, excess - back - cost.backward_seconds)
-        held = min(m, max(1, math.ceil(trip / pace - 1e-9)))
+        held = min(m, max(1, math.ceil(trip / bottleneck_seconds - 1e-9)))
         if cost.memory_bytes(held) > cost.limit_bytes * (1 + 1e-12):
             return math.inf
-    return trip + (m - 1) * pace + excess
+    return trip + (m - 1) * bottleneck_seconds + excess
 
 
-def min_seconds(tables, plan, paces):
-    """What a plan takes at the first pace of an ascending grid that allows it: a longer one only adds to it."""
-    start = bisect.bisect_left(paces, min_pace(tables, plan, True) * (1 - 1e-12))
-    return next((s for pace in paces[start:] if (s := seconds_at(tables, plan, pace, True)) < math.inf), math.inf)
+def min_seconds(tables, plan, bottleneck_times):
+    """What a plan takes at the first bottleneck time of an ascending grid that allows it: a longer one only adds to it."""
+    start = bisect.bisect_left(bottleneck_times, min_bottleneck_seconds(tables, plan, True) * (1 - 1e-12))
+    return next(
+        (
+            s
+            for bottleneck_seconds in bottleneck_times[start:]
+            if (s := seconds_at(tables, plan, bottleneck_seconds, True)) < math.inf
+        ),
+        math.inf,
+    )
 
 
 def all_parts(cluster):

@@ -12,11 +12,11 @@ from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, LayerProfile, device_subsets, search
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
-from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.device_subsets import _ClusterPart, _search_parts, choose_part
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
-from reshard.scheduler.autoparallel.methods.auto import simplify
+from reshard.scheduler.autoparallel.methods.auto_method import simplify
 from reshard.topology import CodecRate, Topology
 from tests.scheduler.autoparallel.random_searches import least_seconds, make_problem
 

@@ -15,7 +15,7 @@ from reshard.scheduler.autoparallel.costs.iteration import exposed_sums
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost, may_sum_early
 from reshard.scheduler.autoparallel.device_subsets import choose_part
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan, check_stages
-from reshard.scheduler.autoparallel.methods import auto as auto_method
+from reshard.scheduler.autoparallel.methods import auto_method
 from tests.scheduler.autoparallel.random_searches import (
     least_interleaved_seconds,
     make_problem,

@@ -15,23 +15,23 @@ from reshard.scheduler.autoparallel import Choice
 from reshard.scheduler.autoparallel.costs.device_peaks import peak_of_stage
 from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_seconds
 from reshard.scheduler.autoparallel.costs.layer_costs import LayerCost, late_bytes, slowest_of, working_bytes
-from reshard.scheduler.autoparallel.costs.problem import Candidate
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate
 from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
-from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace
-from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
+from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, recurrence_tables
+from reshard.scheduler.autoparallel.methods.auto_method import METHODS, auto, decide
 from reshard.scheduler.autoparallel.methods.bounds import step_bound_of_any
 from reshard.scheduler.autoparallel.result.reports import balance_degrees
 from reshard.scheduler.schedules.classic import eager_1f1b, one_f_one_b
-from tests.reference.pace import best_stages as reference_stages
+from tests.reference.recurrence import best_stages as reference_stages
 from tests.scheduler.autoparallel.random_searches import all_plans, make_problem, min_seconds, seconds_at
 
 
 def check_joint(seed, **kinds):
     """For some paces, the recurrence finds the least of all plans; with lazy prices, the least over all paces."""
     problem = make_problem(seed, **kinds)
-    tables = pace.make_tables(problem, problem.microbatch_counts[0])
-    plans, grid = list(all_plans(tables)), joint.pace_grid(tables)
+    tables = recurrence_tables.make_tables(problem, problem.microbatch_counts[0])
+    plans, grid = list(all_plans(tables)), joint.bottleneck_times(tables)
     assert plans
     for limit in grid[:: max(1, len(grid) // 6)]:
         trip, excess, _ = tables.best_stages(limit, {})
@@ -51,7 +51,7 @@ def test_joint_finds_the_best_of_all_plans(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_joint_finds_the_best_of_all_plans_with_grids(seed):
     problem = make_problem(seed, grids=True)
-    tables = pace.make_tables(problem, problem.microbatch_counts[0])
+    tables = recurrence_tables.make_tables(problem, problem.microbatch_counts[0])
     assert any(option.choice.grid for option in tables.options)
     check_joint(seed, grids=True)
 
@@ -65,13 +65,13 @@ def test_joint_finds_the_best_of_all_plans_with_ties(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_native_recurrence_equals_its_reference(seed):
     problem = make_problem(100 + seed, grids=seed % 2 == 1, ties=seed > 3)
-    tables = pace.make_tables(problem, problem.microbatch_counts[0])
+    tables = recurrence_tables.make_tables(problem, problem.microbatch_counts[0])
     rng = random.Random(seed)
     prices = {}
     for plan in rng.sample(list(all_plans(tables)), 2):
         stages = [tables.stage(*transfer) for transfer in plan]
         joint.price_edges(tables, stages, prices)
-    grid = joint.pace_grid(tables)
+    grid = joint.bottleneck_times(tables)
     for limit in rng.sample(grid, 6):
         at = sorted(prices)
         trip, excess, stages = reference_stages(
@@ -87,9 +87,9 @@ def test_native_recurrence_equals_its_reference(seed):
 def test_no_round_trip_is_below_the_bound(seed):
     """The bound is the least round trip if neither edges nor sums of gradients take time."""
     problem = make_problem(600 + seed, grids=seed % 2 == 1)
-    tables = pace.make_tables(problem, problem.microbatch_counts[0])
+    tables = recurrence_tables.make_tables(problem, problem.microbatch_counts[0])
     free = replace(tables, cut_bytes=np.zeros_like(tables.cut_bytes), sync=np.zeros_like(tables.sync))
-    slowest = joint.pace_grid(tables)[-1] * 1e6
+    slowest = joint.bottleneck_times(tables)[-1] * 1e6
     assert tables.min_trip() == pytest.approx(free.best_stages(slowest, {})[0], rel=1e-8)
     assert tables.min_trip() <= tables.best_stages(slowest, {})[0]
 
@@ -98,7 +98,7 @@ def test_no_round_trip_is_below_the_bound(seed):
 def test_alpa_finds_the_best_of_all_plans_in_its_model(seed):
     problem = make_problem(200 + seed, ties=seed > 7)
     count = problem.microbatch_counts[0]
-    tables = pace.make_tables(problem, count)
+    tables = recurrence_tables.make_tables(problem, count)
 
     def seconds(plan):
         costs = [problem.stage_cost(tables.stage(*transfer), count) for transfer in plan]
@@ -118,7 +118,7 @@ def test_alpa_finds_the_best_of_all_plans_in_its_model(seed):
 
 
 def test_alpa_allows_the_slowest_of_times_that_count_as_equal(monkeypatch):
-    tables = pace.make_tables(make_problem(200), make_problem(200).microbatch_counts[0])
+    tables = recurrence_tables.make_tables(make_problem(200), make_problem(200).microbatch_counts[0])
     least = alpa.best_stages(tables)[0]
     monkeypatch.setattr(alpa, "SAME", 1e9)
     assert least <= alpa.best_stages(tables)[0] < math.inf

@@ -20,12 +20,12 @@ from reshard.scheduler.autoparallel import (
     search,
     trace_module,
 )
-from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+from reshard.scheduler.autoparallel.costs.search_problem import SearchProblem
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.modules import profiling, zero_times
 from reshard.scheduler.autoparallel.modules.zero_times import ZeroTimes, measure_alone, measure_zero_times
 from reshard.scheduler.training.models.making import make_model
-from reshard.scheduler.training.models.presets import GPTConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.topology import Topology
 
 CONFIG = GPTConfig(3, 2, 8, sequence=8, vocabulary=32, is_tied=False)

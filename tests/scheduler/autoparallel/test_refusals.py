@@ -21,10 +21,10 @@ from reshard.scheduler.autoparallel import (
     TrainingPlan,
     search,
 )
-from reshard.scheduler.autoparallel.costs.problem import Candidate
-from reshard.scheduler.autoparallel.inputs.files import read_value
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
+from reshard.scheduler.autoparallel.inputs.text_files import read_value
 from tests.scheduler.autoparallel.test_search import CLUSTER, GRAPH, HOSTS, PROFILE, make_graph
 
 

@@ -16,7 +16,7 @@ import pytest
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, TopologyError
 from reshard.formatting import format_bytes
-from reshard.parallel.costs import find_axis_cost
+from reshard.parallel.axis_costs import find_axis_cost
 from reshard.parallel.grid.cuts import AXES
 from reshard.scheduler import check_schedule
 from reshard.scheduler.autoparallel import (
@@ -33,7 +33,7 @@ from reshard.scheduler.autoparallel import (
 )
 from reshard.scheduler.autoparallel.costs.collective_costs import StagePlace
 from reshard.scheduler.autoparallel.costs.grid_costs import _axis_costs
-from reshard.scheduler.autoparallel.costs.problem import Candidate
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.topology import CodecRate, Host, Link, Topology
@@ -366,7 +366,7 @@ def test_less_memory_never_gives_a_faster_training_plan():
 
 
 def test_schedules_of_the_training_plan_are_valid(training_plan):
-    from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+    from reshard.scheduler.autoparallel.costs.search_problem import SearchProblem
 
     problem = SearchProblem(GRAPH, CLUSTER, PROFILE, 8, MIXED_PRECISION)
     check_schedule(training_plan.schedule, problem.pipeline(training_plan.stages, training_plan.num_microbatches))

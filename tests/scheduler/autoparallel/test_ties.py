@@ -13,15 +13,15 @@ from reshard.compression import Policy
 from reshard.cost import simulate
 from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, LayerProfile, search, trace_module
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
-from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
 from reshard.scheduler.autoparallel.costs.tied_costs import TiedCosts
 from reshard.scheduler.autoparallel.inputs.layer_graph import is_shared
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
-from reshard.scheduler.autoparallel.methods import pace
+from reshard.scheduler.autoparallel.methods import recurrence_tables
 from reshard.scheduler.autoparallel.modules.apply import make_placements
 from reshard.scheduler.training.models.making import make_model
-from reshard.scheduler.training.models.presets import GPTConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.testing import run_processes
 from reshard.topology import CodecRate, Topology
 from tests.scheduler.autoparallel.random_searches import all_plans, make_problem
@@ -165,7 +165,7 @@ def test_codecs_of_gradients_code_the_sums_over_stages():
 def test_no_sum_over_stages_is_below_the_bound_of_a_stage(seed):
     problem = make_problem(1000 + seed, ties=True, grids=seed % 2 == 1)
     count = problem.microbatch_counts[0]
-    tables, shared = pace.make_tables(problem, count), 0
+    tables, shared = recurrence_tables.make_tables(problem, count), 0
     for item in list(all_plans(tables))[:: 1 + seed]:
         stages = tuple(tables.stage(*stage) for stage in item)
         if not all(problem.can_have(stage.choices[0], stage.first_layer, stage.end_layer) for stage in stages):

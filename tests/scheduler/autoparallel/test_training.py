@@ -22,11 +22,11 @@ from reshard.scheduler.autoparallel import (
     search,
     trace_module,
 )
-from reshard.scheduler.autoparallel.costs.problem import Candidate
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.ir.text import format_schedule
 from reshard.scheduler.training.models.making import make_model
-from reshard.scheduler.training.models.presets import GPTConfig
+from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.topology import CodecRate, Topology
 from tests.support.whole_models import Case, check_equal
 

@@ -9,7 +9,7 @@ import pytest
 from reshard.scheduler import one_f_one_b, simulate_schedule, zb_h1
 from reshard.scheduler.autoparallel import Choice, ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, tune
 from reshard.scheduler.autoparallel.costs.iteration import step_seconds
-from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.searching import choose_training_plan

@@ -20,7 +20,7 @@ from reshard.scheduler import (
     zb_h1,
 )
 from reshard.scheduler.ir.actions import Action, Kind
-from reshard.scheduler.passes.overlap import block_transfers, defer_recvs
+from reshard.scheduler.passes.transfer_overlap import block_transfers, defer_recvs
 from reshard.scheduler.schedules.classic import eager_1f1b
 
 

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 import reshard.scheduler as rs
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.scheduler.pipe.checkpoint import find_checkpoints, writing
-from reshard.scheduler.pipe.checkpoint.state import rng_state
+from reshard.scheduler.pipe.checkpoint.training_state import rng_state
 from reshard.testing import LaunchError, run_processes
 
 from .test_checkpoint import CUTS, Loader

@@ -12,7 +12,7 @@ from torch import nn
 import reshard.scheduler as rs
 from reshard.errors import ArgumentError
 from reshard.scheduler.pipe.totals import combine_totals
-from reshard.scheduler.runtime.executor import StageTotals
+from reshard.scheduler.runtime.step_executor import StageTotals
 from reshard.testing import run_processes
 from tests.support.whole_models import Case, check_equal
 

@@ -25,8 +25,8 @@ from reshard.scheduler import (
     zb_h1,
     zb_v,
 )
-from reshard.scheduler.passes import overlap
-from reshard.scheduler.passes.overlap import defer_recvs
+from reshard.scheduler.passes import transfer_overlap
+from reshard.scheduler.passes.transfer_overlap import defer_recvs
 from reshard.scheduler.runtime import engine_arguments
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.tied_params import TiedParameter
@@ -170,7 +170,7 @@ def test_no_schedule_hangs_and_all_compute_the_same(monkeypatch, standin, size, 
 def recvs_ahead(pipeline, num):
     """Receives two ahead of their consumers, wherever that is."""
     schedule = one_f_one_b(pipeline, num)
-    rank_actions = tuple(tuple(overlap._move_recvs(actions, pipeline, 2)) for actions in schedule.rank_actions)
+    rank_actions = tuple(tuple(transfer_overlap._move_recvs(actions, pipeline, 2)) for actions in schedule.rank_actions)
     return reshard.scheduler.Schedule("ahead", rank_actions, schedule.pp_rank_of_stage, num)
 
 

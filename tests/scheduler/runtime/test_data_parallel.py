@@ -17,7 +17,7 @@ from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, interleaved_1f1b, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.grad_sync import restore_gradients, stash_gradients
+from reshard.scheduler.runtime.replica_sync import restore_gradients, stash_gradients
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from reshard import Layout, Mesh, Topology
-from reshard.api.queued_transfers import QueuedTransfers
+from reshard.api.transfers.queued_transfers import QueuedTransfers
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, auto_schedule, gpipe, one_f_one_b, zb_h1
-from reshard.scheduler.passes.overlap import block_transfers, defer_recvs
+from reshard.scheduler.passes.transfer_overlap import block_transfers, defer_recvs
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.p2p import PendingTransfer, plan_channels
 from reshard.scheduler.schedules.classic import eager_1f1b

@@ -26,7 +26,7 @@ from reshard.scheduler import (
     to_svg,
 )
 from reshard.scheduler.ir.actions import Action, Kind
-from reshard.scheduler.runtime import grad_sync
+from reshard.scheduler.runtime import replica_sync
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.engine_arguments import EngineOptions, find_ranks_of_pp_ranks, weigh_last
 from reshard.scheduler.runtime.local_tensors import localize
@@ -235,12 +235,12 @@ def test_modules_of_a_rank_are_on_one_type_of_device():
 
 def test_gradients_are_reduced_in_buckets(monkeypatch):
     """Buckets fill up in order; a gradient larger than a bucket is alone."""
-    monkeypatch.setattr(grad_sync, "REPLICA_BUCKET_BYTES", 40)
+    monkeypatch.setattr(replica_sync, "REPLICA_BUCKET_BYTES", 40)
     sizes = [16, 16, 12, 28, 4, 80, 8, 40, 0, 8]
     parameters = [torch.zeros(size, dtype=torch.int8) for size in sizes]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    buckets = grad_sync._buckets(parameters)
+    buckets = replica_sync._buckets(parameters)
     assert [[item.nbytes for item in bucket] for bucket in buckets] == [
         [16, 16],
         [12, 28],

@@ -9,7 +9,7 @@ from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.scheduler import StageOutput, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.grad_sync import ReplicaSync, _sparse
+from reshard.scheduler.runtime.replica_sync import ReplicaSync, _sparse
 from reshard.testing.processes import run_processes
 from tests.support.stages_with_replicas import (
     NUM,

@@ -17,7 +17,7 @@ from reshard.compression import Policy
 from reshard.errors import DisagreementError, ReshardError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, auto_schedule, dualpipe_v, interleaved_1f1b, zb_v
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.grad_sync import ReplicaSync
+from reshard.scheduler.runtime.replica_sync import ReplicaSync
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.nccl.streams import BlockingStream, use_streams

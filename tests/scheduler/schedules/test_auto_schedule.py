@@ -7,8 +7,8 @@ import pytest
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, check_schedule
 from reshard.scheduler.ir.communication import add_transfers
-from reshard.scheduler.schedules.auto import SimulatedOrder, best, find_depths, join, link_seconds
-from reshard.scheduler.schedules.registry import known_orders
+from reshard.scheduler.schedules.known_schedules import known_orders
+from reshard.scheduler.schedules.schedule_search import SimulatedOrder, best, find_depths, join, link_seconds
 
 
 def _words(text):

@@ -9,9 +9,9 @@ import pytest
 from reshard.scheduler import Pipeline, Stage, simulate_schedule
 from reshard.scheduler.ir.communication import add_transfers
 from reshard.scheduler.schedules.classic import eager_warmups
+from reshard.scheduler.schedules.known_schedules import known_orders
 from reshard.scheduler.schedules.list_scheduling import DispatchRule
 from reshard.scheduler.schedules.orders import OrderModel, order_of_warmups
-from reshard.scheduler.schedules.registry import known_orders
 from tests.campaigns.schedules import draw_case
 from tests.reference.list_scheduling import order_greedily
 

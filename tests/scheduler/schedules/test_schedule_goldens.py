@@ -12,12 +12,12 @@ import pytest
 
 from reshard.coordination.call_group import find_call_group
 from reshard.coordination.decide import resolve
-from reshard.coordination.groups.messages import RoundRequest
+from reshard.coordination.groups.agreement_messages import RoundRequest
 from reshard.coordination.groups.process_group import find_group
 from reshard.errors import ArgumentError, ScheduleError
-from reshard.scheduler.graph import Edge, Pipeline, Stage
 from reshard.scheduler.ir.actions import Action, Kind, StageChannel
 from reshard.scheduler.ir.text import format_schedule, parse_schedule
+from reshard.scheduler.pipeline import Edge, Pipeline, Stage
 from reshard.scheduler.runtime import observe
 from reshard.scheduler.runtime.observe import ActionRecord, StepRecord, _merge
 from reshard.scheduler.schedules.classic import one_f_one_b, zb_h1

@@ -17,7 +17,7 @@ from reshard.scheduler import (
     simulate_schedule,
     zb_h1,
 )
-from reshard.scheduler.passes.overlap import block_transfers
+from reshard.scheduler.passes.transfer_overlap import block_transfers
 from reshard.scheduler.schedules.classic import eager_1f1b
 
 PIPELINE = Pipeline(

@@ -19,7 +19,7 @@ from reshard.scheduler import (
     zb_v,
 )
 from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, search
-from reshard.scheduler.ir.drawing import MAX_ACTIONS, draw_schedule
+from reshard.scheduler.ir.schedule_drawing import MAX_ACTIONS, draw_schedule
 from reshard.sharding import Layout, Mesh
 from reshard.topology import Topology
 from tests.support.browser import WIDTHS, Browser, find_browser

@@ -12,14 +12,14 @@ import networkx as nx
 import pytest
 
 from reshard.errors import ScheduleError
-from reshard.scheduler.graph import Edge, Pipeline, Stage
 from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.ir.schedule import Schedule
 from reshard.scheduler.ir.text import parse_schedule
-from reshard.scheduler.passes.overlap import block_transfers, defer_recvs, overlap_transfers
-from reshard.scheduler.schedules.auto import auto_schedule
+from reshard.scheduler.passes.transfer_overlap import block_transfers, defer_recvs, overlap_transfers
+from reshard.scheduler.pipeline import Edge, Pipeline, Stage
 from reshard.scheduler.schedules.classic import eager_1f1b, gpipe, one_f_one_b, zb_h1
 from reshard.scheduler.schedules.looped import interleaved_1f1b
+from reshard.scheduler.schedules.schedule_search import auto_schedule
 from reshard.scheduler.simulation.replay import simulate_schedule
 from reshard.scheduler.simulation.validate import check_one_order, check_schedule, show
 

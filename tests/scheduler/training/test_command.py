@@ -14,7 +14,7 @@ import time
 import pytest
 
 from reshard.cli.main import main
-from reshard.scheduler.training.report import read_losses
+from reshard.scheduler.training.training_report import read_losses
 
 SMALL = ["--shrink", "24", "--batch", "8", "--microbatches", "4", "--log-every", "2"]
 

@@ -17,7 +17,7 @@ from reshard.scheduler.training.loop import (
     train,
 )
 from reshard.scheduler.training.models.making import make_model
-from reshard.scheduler.training.models.presets import PRESETS, GPTConfig, Preset, UTransformerConfig
+from reshard.scheduler.training.models.model_presets import PRESETS, GPTConfig, Preset, UTransformerConfig
 from reshard.testing import run_processes
 from tests.support.whole_models import find_shapes
 

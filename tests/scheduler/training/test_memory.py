@@ -1,4 +1,4 @@
-"""Predicted bytes of a training plan against those that its ranks keep. ``microbench.strategies.memory`` has more of
+"""Predicted bytes of a training plan against those that its ranks keep. ``microbench.training_plans.predicted_memory`` has more of
 them.
 """
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from microbench.strategies.by_hand import GPT, make_by_hand, parse_stages
+from microbench.training_plans.by_hand import GPT, make_by_hand, parse_stages
 from reshard.scheduler.autoparallel import Cluster
 from reshard.scheduler.training.loop import TrainingJob
-from reshard.scheduler.training.memory import count_peak_bytes, predicted_bytes
+from reshard.scheduler.training.peak_memory import count_peak_bytes, predicted_bytes
 from reshard.scheduler.training.plan_search import SearchOptions, make_job_problem
 from reshard.testing import run_processes
 from reshard.topology import Topology

@@ -10,7 +10,13 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.scheduler.training.counts import count_edges
 from reshard.scheduler.training.models.making import find_cuts, make_model
-from reshard.scheduler.training.models.presets import NUM_U_LAYERS, PRESETS, GPTConfig, UTransformerConfig, find_preset
+from reshard.scheduler.training.models.model_presets import (
+    NUM_U_LAYERS,
+    PRESETS,
+    GPTConfig,
+    UTransformerConfig,
+    find_preset,
+)
 
 MIB = 2**20
 MILLIONS = {name: float(name.split("-")[-1][:-1]) * (1e6 if name[-1] == "m" else 1e9) for name in PRESETS}

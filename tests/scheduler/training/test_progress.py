@@ -6,8 +6,8 @@ import re
 import time
 from types import SimpleNamespace
 
-from reshard.scheduler.training.models.presets import find_preset
-from reshard.scheduler.training.progress import Progress
+from reshard.scheduler.training.models.model_presets import find_preset
+from reshard.scheduler.training.training_progress import Progress
 
 
 def test_a_line_estimates_the_time_that_is_left(capsys, monkeypatch):

@@ -10,8 +10,8 @@ import pytest
 
 from reshard.errors import ArgumentError
 from reshard.scheduler import Pipeline, one_f_one_b, simulate_schedule
-from reshard.scheduler.training import report as report_module
-from reshard.scheduler.training.report import RunFolder, check_report, read_losses
+from reshard.scheduler.training import training_report as report_module
+from reshard.scheduler.training.training_report import RunFolder, check_report, read_losses
 
 PIPELINE = Pipeline.of_costs([1.0, 2.0], [2.0, 3.0], [0.5])
 SCHEDULE = one_f_one_b(PIPELINE, 4)

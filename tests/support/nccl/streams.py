@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from reshard.runtime.cuda import nccl_exchange
 from reshard.runtime.cuda.nccl_library import Library, NcclError
 from reshard.runtime.cuda.stream import STREAMS
-from reshard.runtime.rounds.memory import ONE_STREAM
+from reshard.runtime.rounds.device_interfaces import ONE_STREAM
 from reshard.runtime.transport import connections
 
 

@@ -1,0 +1,200 @@
+"""The ``search`` subcommand of ``reshard``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from reshard.cli.progress_bars import show_elapsed
+from reshard.errors import ArgumentError
+from reshard.topology import MACHINES, Topology, load_preset, read_topology
+
+from .costs.layer_costs import MIXED_PRECISION, StateBytes
+from .inputs.cluster import Cluster
+from .inputs.layer_graph import LayerGraph
+from .inputs.layer_profile import EFFICIENCY, LayerProfile
+from .inputs.text_files import read_value, write_text
+from .methods.auto_method import METHODS
+from .searching import search
+
+HELP = "search for a training plan: stages, devices, parallelism, schedule and microbatches"
+EXAMPLES = (
+    "reshard search transformer:layers=24,hidden=2048,heads=16,sequence=2048,vocabulary=50257 --topology dgx_a100 "
+    "--devices 16 --memory 80GB --flops 312e12 --samples 256 --mixed",
+    "reshard search graph.json --topology hosts.json --memory 40GB --profile profile.json --samples 64 --output "
+    "plan.json",
+)
+_UNITS = {
+    "": 1.0,
+    "B": 1.0,
+    "KB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+    "TB": 1e12,
+    "KIB": 2.0**10,
+    "MIB": 2.0**20,
+    "GIB": 2.0**30,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add(
+        "graph",
+        help="JSON of a LayerGraph, or transformer:layers=24,hidden=2048,heads=16,sequence=2048,vocabulary=50257; "
+        "tied=1 if the head shares the table of the embedding",
+    )
+    add("--topology", required=True, help=f"{', '.join(MACHINES)}, or a JSON or YAML file of hosts")
+    add("--devices", type=int, help="number of devices; needed with the name of a machine (default: all of the file)")
+    add("--memory", required=True, help="memory of a device, for example 80GB")
+    add("--samples", type=int, required=True, help="samples of a step")
+    add("--profile", help="JSON of a Profile, as profile_layers() measures it")
+    add("--flops", type=float, help="without --profile: peak operations per second of a device, to estimate times")
+    add("--efficiency", type=float, help=f"fraction of --flops that layers reach (default: {EFFICIENCY})")
+    add("--mixed", action="store_true", help="16-bit parameters with float32 optimizer states (default: float32)")
+    add("--method", choices=["auto", *METHODS], default="auto", help="search method (default: auto)")
+    add(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="fix num_microbatches, tp, zero, recompute, or grid=2x2x1",
+    )
+    add("--compression", metavar="POLICY", help="codecs that may be used, such as dp=int8x128,pp=int8x128; lossy")
+    add("--html", metavar="FILE", help="draw a page: time and memory of each stage with the limits, and the schedule")
+    add("--svg", metavar="FILE", help="draw the stages on their hosts")
+    add("--output", metavar="FILE", help="write the training plan here")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Search, and print where time and memory go."""
+    graph = _read_graph(options.graph)
+    if (options.profile is None) == (options.flops is None):
+        raise ArgumentError("pass either --profile (measured times) or --flops (estimated times)")
+    if options.profile is not None and options.efficiency is not None:
+        raise ArgumentError("--efficiency is for times that --flops estimates; omit it or pass --flops, not --profile")
+    profile = LayerProfile.read(options.profile) if options.profile is not None else _estimate(graph, options)
+    cluster = Cluster(
+        find_topology(options.topology, options.devices), parse_bytes(options.memory), options.devices or 0
+    )
+    with show_elapsed("searching") as report:
+        training_plan = search(
+            graph,
+            cluster,
+            profile,
+            num_samples=options.samples,
+            keep=parse_keep(options.keep),
+            method=options.method,
+            states=MIXED_PRECISION if options.mixed else StateBytes(),
+            compression=None if options.compression is None else _read_policy(options.compression),
+            progress=report,
+        )
+    if options.profile is None:
+        print(f"estimated times: layers reach {_efficiency_of(options):g} of --flops {options.flops:g} (--efficiency)")
+    print(training_plan.explain())
+    if options.html:
+        write_text(options.html, training_plan.to_html())
+    if options.svg:
+        write_text(options.svg, training_plan.to_svg())
+    if options.output:
+        training_plan.save(options.output)
+    written = [name for name in (options.html, options.svg, options.output) if name]
+    if written:
+        print(f"wrote {' and '.join(written)}")
+    if not options.output:
+        print(
+            "next: --output plan.json keeps this training plan; TrainingPlan.read reads it for "
+            "Pipe(model, training_plan=...)"
+        )
+    return 0
+
+
+def _estimate(graph: LayerGraph, options: argparse.Namespace) -> LayerProfile:
+    return LayerProfile.estimate(graph, flops_per_second=options.flops, efficiency=_efficiency_of(options))
+
+
+def _efficiency_of(options: argparse.Namespace) -> float:
+    return EFFICIENCY if options.efficiency is None else float(options.efficiency)
+
+
+def find_topology(text: str, devices: int | None) -> Topology:
+    """The topology of ``--topology``: that of a machine for a number of devices, or that of a file.
+
+    Raises:
+        ArgumentError: the machine needs a number of devices.
+    """
+    if text not in MACHINES:
+        return read_topology(text)
+    if devices is None:
+        raise ArgumentError(f"--topology {text} needs --devices")
+    return load_preset(text, devices)
+
+
+def parse_bytes(text: str) -> float:
+    """Bytes from ``"80GB"`` or ``"64 GiB"``.
+
+    Raises:
+        ArgumentError: the unit is unknown.
+    """
+    pattern = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-z]*)\s*"
+    match = re.fullmatch(pattern, text, flags=re.IGNORECASE)
+    if match is None or match[2].upper() not in _UNITS or math.isinf(float(match[1])):
+        raise ArgumentError(f"--memory {text!r} must be a number of bytes with a unit, such as 80GB")
+    return float(match[1]) * _UNITS[match[2].upper()]
+
+
+def _read_policy(text: str) -> Any:
+    from reshard.compression import parse_policy  # imports torch
+
+    return parse_policy(text)
+
+
+def _read_graph(text: str) -> LayerGraph:
+    kind, separator, sizes = text.partition(":")
+    if not separator:
+        path = Path(text)
+        if not path.is_file():
+            raise ArgumentError(f"there is no file {text!r}; pass the JSON of a LayerGraph, or transformer:layers=...")
+        return read_value(path, LayerGraph.from_json)
+    if kind != "transformer":
+        raise ArgumentError(f"no model {kind!r}; write transformer:layers=24,hidden=2048,heads=16,sequence=2048")
+    values: dict[str, Any] = {}
+    for part in sizes.split(","):
+        name, _, value = part.partition("=")
+        if name == "tied" and value in ("0", "1"):
+            values[name] = value == "1"
+        elif name in ("layers", "hidden", "heads", "sequence", "vocabulary") and value.isdecimal():
+            values[name] = int(value)
+        else:
+            raise ArgumentError(
+                f"{part!r} of {text!r} must be layers, hidden, heads, sequence or vocabulary = a number, or tied=1"
+            )
+    missing = sorted({"layers", "hidden", "heads", "sequence"} - set(values))
+    if missing:
+        raise ArgumentError(f"{text!r} lacks {', '.join(missing)}")
+    return LayerGraph.transformer(**values)
+
+
+def parse_keep(parts: Sequence[str]) -> dict[str, Any]:
+    """The parts that ``--keep NAME=NUMBER`` fixes, and ``grid=ROWSxCOLSxDEPTH`` or ``grid=none``.
+
+    Raises:
+        ArgumentError: a part is malformed.
+    """
+    kept: dict[str, Any] = {}
+    for text in parts:
+        name, _, value = text.partition("=")
+        if name in kept:
+            raise ArgumentError(f"--keep names {name!r} twice")
+        if name == "grid" and (value == "none" or re.fullmatch(r"\d+x\d+x\d+", value)):
+            kept[name] = None if value == "none" else tuple(map(int, value.split("x")))
+        elif name != "grid" and value.isdecimal():
+            kept[name] = int(value)
+        else:
+            raise ArgumentError(f"--keep {text!r} must be NAME=NUMBER, such as tp=8 or recompute=1, or grid=2x2x1")
+    return kept

@@ -1,0 +1,316 @@
+"""The ``train`` subcommand of ``reshard``. Torch is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.cli.progress_bars import show_elapsed
+from reshard.errors import ArgumentError
+from reshard.formatting import count_of
+
+from ..schedules.named_builders import NAMED_BUILDERS
+from .models.model_presets import PRESETS, GPTConfig, Preset, find_preset
+
+if TYPE_CHECKING:
+    from ..autoparallel import TrainingPlan
+    from .loop import TrainingJob
+
+HELP = "train GPT or U-Transformer over pipeline stages"
+EXAMPLES = (
+    "reshard train gpt3-125m --shrink 8 --meshes 1x2,2x2,1x4 --steps 200    # 10 local processes",
+    "reshard train gpt3-125m --meshes 1x2,2x2,1x4 --data FILE --steps 1000 --resume",
+    "reshard train gpt3-125m --shrink 8 --plan auto --devices 4 --steps 200    # it searches for the stages",
+    "reshard train u-transformer-470m --shrink 20 --meshes 2x1,4x1,4x1",
+    "torchrun --nproc-per-node 8 -m reshard train gpt3-1.3b --meshes 2x2,2x2 --batch 64",
+    "reshard train gpt3-1.3b --meshes 2x2,2x2 --batch 64 --launcher ray    # actors of a Ray cluster",
+)
+#: Values of ``--plan`` that search.
+SEARCHES = ("auto", "tune")
+#: Values of ``--order``.
+ORDERS = ("planned", "ready")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    _add_recipe(parser.add_argument)
+    _add_search(parser.add_argument)
+    _add_devices(parser.add_argument)
+    _add_reports(parser.add_argument)
+
+
+def _add_recipe(add: Callable[..., Any]) -> None:
+    """Model, data, and how it trains."""
+    add("preset", help=f"model and recipe: {', '.join(PRESETS)}")
+    add(
+        "--meshes",
+        help="dp x tp of each stage, or rows x cols x depth of a grid: 1x2,2x2,2x2x1 (default: those of the preset)",
+    )
+    add(
+        "--layers",
+        help="layers of each stage, which add up to those of the model: 4,4,4 (default: that of the preset, or equal "
+        "shares)",
+    )
+    add("--shrink", type=int, default=1, metavar="N", help="divide width and depth by N; see docs/training-presets.md")
+    add("--steps", type=int, default=100, help="number of the last step (default: 100)")
+    add("--batch", type=int, help="samples of a batch (default: that of the preset)")
+    add(
+        "--microbatches", type=int, dest="num_microbatches", help="microbatches of a step (default: that of the preset)"
+    )
+    add("--sequence", type=int, help="tokens of a sample (default: that of the preset)")
+    add("--data", metavar="FILE", help="text, .bin (uint16 tokens) or .npy (default: text that Python ships, as bytes)")
+    add("--learning-rate", type=float, help="peak learning rate (default: that of the preset)")
+    add("--warmup", type=int, help="first steps, in which the learning rate rises (default: a tenth of all)")
+    add("--schedule", choices=NAMED_BUILDERS, default="auto", help="pipeline schedule (default: auto)")
+    add(
+        "--order",
+        choices=ORDERS,
+        default="planned",
+        help="a rank computes in the order of the schedule (planned) or what has arrived (ready), which needs CPUs and "
+        "each stage on one rank (default: planned)",
+    )
+    add(
+        "--compression",
+        metavar="POLICY",
+        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search encodes where steps get shorter",
+    )
+    add("--autocast", choices=("float16", "bfloat16", "none"), help="dtype of computations (default: the preset's)")
+    add("--seed", type=int, default=0, help="seed of the initial parameters and of the order of the data (default: 0)")
+
+
+def _add_search(add: Callable[..., Any]) -> None:
+    """A training plan, found or read."""
+    add(
+        "--plan",
+        metavar="auto|tune|FILE",
+        help="search for the stages with measured times of layers (auto), correct these times by steps of the choice "
+        "and search again (tune), or read a training plan",
+    )
+    add("--save-plan", metavar="FILE", help="write the training plan that was found")
+    add("--devices", type=int, help="number of ranks that a search may use (default: all of the topology)")
+    add("--topology", help="hosts and links for a search, as for reshard search (default: one host)")
+    add("--memory", help="memory of a device for a search, such as 16GB (default: 90 %% of what it has)")
+    add(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="fix a part of the training plan in a search, such as tp=2",
+    )
+
+
+def _add_devices(add: Callable[..., Any]) -> None:
+    """Add the options that say where the ranks run."""
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="device of each rank (default: cuda if there is one for every rank)",
+    )
+    add(
+        "--share-gpus",
+        action="store_true",
+        help="let ranks share GPUs, with --device cuda: right, but slow, to try things out on few GPUs",
+    )
+    add(
+        "--launcher",
+        choices=("auto", "ray"),
+        default="auto",
+        help="ray: actors of a Ray cluster (default: the ranks of torchrun if it runs, else local processes)",
+    )
+
+
+def _add_reports(add: Callable[..., Any]) -> None:
+    """Reports and checkpoints."""
+    add("--log-every", type=int, default=10, metavar="N", help="report every N steps (default: 10)")
+    add("--eval-every", type=int, default=0, metavar="N", help="also evaluate on held-out data every N steps")
+    add("--eval-batches", type=int, default=1, metavar="N", help="batches of an evaluation (default: 1)")
+    add(
+        "--checkpoint",
+        metavar="PATH",
+        help="folder for checkpoints of weights, optimizer and data: save here at the end, and resume from here "
+        "(default with --resume or --save-every: PRESET.checkpoint; with none of the three, nothing is saved)",
+    )
+    add("--save-every", type=int, default=0, metavar="N", help="save every N steps, and at the end")
+    add(
+        "--report",
+        metavar="PATH",
+        help="folder for losses.csv, pictures of the losses and of the schedule, and a Chrome trace of the last "
+        "reported step, or none (default: PRESET.report)",
+    )
+    add("--dump-tensors", metavar="PATH", help="save tensors of three steps here, for reshard profile-compression")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue from the newest checkpoint in the folder of --checkpoint, or start from the beginning if there "
+        "is none, and save at the end; pass the same --steps, which is the number of the last step",
+    )
+    add(
+        "--trust-pickle",
+        action="store_true",
+        help="with --resume: also load a checkpoint of an earlier version, which can run any code",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, and print the first and the last loss.
+
+    It starts one local process or one Ray actor for each rank. Under torchrun, it joins that job.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise ArgumentError("training needs torch: pip install 'reshard[torch]'")
+    preset = find_preset(options.preset)
+    stages = "" if options.plan else options.meshes or preset.stages
+    is_first = os.environ.get("RANK", "0") == "0"
+    with show_elapsed("loading torch", show=is_first):
+        job = make_job(options, preset, stages)
+    if options.shrink > 1 and is_first:
+        factor = preset.config.shrink_factor(options.shrink)
+        print(
+            f"{job.name}: edges carry {factor} times as many bytes per operation as in the whole model; links that are "
+            f"{factor} times as fast keep communication over computation",
+            file=sys.stderr,
+        )
+    from .launch import launch
+    from .plan_search import SearchOptions
+
+    wanted = SearchOptions.of(options) if options.plan in SEARCHES else None
+    if wanted is not None:
+        job = replace(job, compression=None)  # the training plan names the codecs that it uses
+    try:
+        result = launch(job, options.device, options.launcher == "ray", wanted, options.share_gpus)
+    except KeyboardInterrupt:
+        if job.checkpoint is not None:
+            text = f"--resume continues from the newest checkpoint in {job.checkpoint}, if there is one"
+            print(text, file=sys.stderr)
+        raise
+    if result is not None:
+        losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, " if result.losses else ""
+        skipped = f", {count_of(len(result.skipped), 'step')} skipped" if result.skipped else ""
+        steps = f"steps {result.start} to {max(result.start, job.steps)}"
+        print(f"{job.name} on {stages or 'a training plan'}, {steps}: {losses}held-out {result.held_out:.4f}{skipped}")
+        print(_describe_next(job), file=sys.stderr)
+    return 0
+
+
+def _describe_next(job: TrainingJob) -> str:
+    """A sentence on what a user may do after a run."""
+    if job.checkpoint is None:
+        return "nothing was saved; with --checkpoint FOLDER a run is saved, and --resume continues it"
+    return f"--resume with a larger --steps continues from {job.checkpoint}"
+
+
+def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> TrainingJob:
+    """The job of the options.
+
+    Raises:
+        ArgumentError: an option is out of range.
+    """
+    from reshard.compression import parse_policy
+
+    from .loop import TrainingJob
+
+    for name in ("shrink", "steps", "batch", "num_microbatches", "sequence", "log_every", "eval_batches"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ArgumentError(f"--{name.removeprefix('num_').replace('_', '-')} is {value}; it must be positive")
+    for name in ("warmup", "eval_every", "save_every", "seed"):
+        value = getattr(options, name)
+        if value is not None and value < 0:
+            raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must not be negative")
+    if options.seed >= 2**63:
+        raise ArgumentError(f"--seed is {options.seed}; it must be below 2**63")
+    rate = options.learning_rate
+    if rate is not None and not 0 < rate < math.inf:
+        raise ArgumentError(f"--learning-rate is {rate}; it must be positive and finite")
+    training_plan = _read_training_plan(options)
+    num_stages = stages.count(",") + 1 if training_plan is None else 1  # the search shrinks the preset for one stage
+    preset = preset.shrunk(options.shrink, num_stages)
+    changes: dict[str, Any] = {"num_samples": options.batch, "num_microbatches": options.num_microbatches}
+    changes["learning_rate"] = options.learning_rate
+    changes["autocast"] = "" if options.autocast == "none" else options.autocast
+    preset = replace(preset, **{name: value for name, value in changes.items() if value is not None})
+    if options.sequence is not None:
+        if not isinstance(preset.config, GPTConfig):
+            raise ArgumentError(f"{options.preset} has no sequence; omit --sequence")
+        preset = replace(preset, config=replace(preset.config, sequence=options.sequence))
+    if options.trust_pickle and not options.resume:
+        raise ArgumentError("--trust-pickle is for --resume; omit it, or pass both")
+    saves = options.checkpoint or options.resume or options.save_every
+    name = options.preset if options.shrink == 1 else f"{options.preset}/{options.shrink}"
+    return TrainingJob(
+        name=name,
+        preset=preset,
+        steps=options.steps,
+        stages=stages,
+        layers=_parse_layers(options.layers),
+        schedule=options.schedule,
+        order=options.order,
+        compression=None if options.compression is None else str(parse_policy(options.compression)),
+        data=options.data,
+        warmup=options.steps // 10 if options.warmup is None else options.warmup,
+        seed=options.seed,
+        log_every=options.log_every,
+        eval_every=options.eval_every,
+        eval_batches=options.eval_batches,
+        checkpoint=(options.checkpoint or f"{options.preset}.checkpoint") if saves else None,
+        save_every=options.save_every,
+        resume=options.resume,
+        trust_pickle=options.trust_pickle,
+        training_plan=training_plan,
+        dump=options.dump_tensors,
+        report=None if options.report == "none" else options.report or f"{options.preset}.report",
+    )
+
+
+def _read_training_plan(options: argparse.Namespace) -> TrainingPlan | None:
+    """The training plan of a file; None if there is none, or one is still to be searched for.
+
+    Raises:
+        ArgumentError: the file is not a training plan, or other options do not fit it.
+    """
+    if options.plan is None:
+        _refuse_search_options(options, "pass --plan auto with it")
+        return None
+    for name in ("meshes", "layers"):
+        if getattr(options, name) is not None:
+            raise ArgumentError(f"a training plan has its own stages; omit --{name} or --plan")
+    if options.schedule != "auto":
+        raise ArgumentError("a training plan has its own schedule; omit --schedule or --plan")
+    if options.plan in SEARCHES:
+        return None
+    from ..autoparallel import TrainingPlan
+
+    if not Path(options.plan).is_file():
+        raise ArgumentError(
+            f"there is no training plan {options.plan!r}; pass auto, tune, or the file of a training plan"
+        )
+    _refuse_search_options(options, f"the training plan {options.plan} has been found already: omit one of the two")
+    training_plan = TrainingPlan.read(options.plan)
+    if options.num_microbatches not in (None, training_plan.num_microbatches):
+        raise ArgumentError(
+            f"the training plan {options.plan} has {count_of(training_plan.num_microbatches, 'microbatch')}, not "
+            f"{options.num_microbatches}; omit --microbatches"
+        )
+    return training_plan
+
+
+def _refuse_search_options(options: argparse.Namespace, rule: str) -> None:
+    for name in ("devices", "topology", "memory", "keep", "save_plan"):
+        if getattr(options, name):
+            raise ArgumentError(f"--{name.replace('_', '-')} is for a search; {rule}")
+
+
+def _parse_layers(text: str | None) -> tuple[int, ...]:
+    if text is None:
+        return ()
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise ArgumentError(f"--layers is {text!r}; it must be the layers of each stage, such as 4,4,4")
+    return tuple(int(part) for part in text.split(","))
