@@ -104,7 +104,8 @@ class Plan(Drawn):
             if name in ("after_offsets", "after", "source") and not len(self.transfers.after):
                 continue
             if name not in ("box_offsets", "box_tensor", "box_start", "box_stop", "region"):
-                digest.update(repr((name, array.shape)).encode() + array.astype("<i8").tobytes())
+                label = name.replace("_offsets", "_at")  # the name that the hash has always used
+                digest.update(repr((label, array.shape)).encode() + array.astype("<i8").tobytes())
         digest.update(self._hash_regions()[self.transfers.region].astype("<u8").tobytes())
         return digest.hexdigest()
 
