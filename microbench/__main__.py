@@ -53,7 +53,10 @@ CASES = {
     "memory": ("training_plans.predicted_memory", "predicted and counted bytes of training strategies"),
     "variants": ("training_plans.variants", "the choice of the search, compared with six training plans of a U-Net"),
     "accuracy": ("training_plans.accuracy", "predicted and measured steps of strategies"),
-    "all_divisions": ("training_plans.all_divisions", "the choice of the search, compared with all divisions into stages"),
+    "all_divisions": (
+        "training_plans.all_divisions",
+        "the choice of the search, compared with all divisions into stages",
+    ),
     "true_profile": ("training_plans.true_profile", "gain of overlapped transfers and of a true profile"),
     "balance": ("training_plans.balance", "methods of the strategy search under varying memory"),
     "compare_schedules": ("training.compare_schedules", "pipeline schedules of GPT and U-Transformer"),

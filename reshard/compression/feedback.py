@@ -15,7 +15,7 @@ Pieces = Sequence[tuple[str, torch.Tensor]]
 
 
 class CodingErrors:
-    """The errors of one rank's last codings, by parameter name, so that they survive new buckets."""
+    """The errors of the last encoding of each gradient on a rank, by parameter name, so that new buckets keep them."""
 
     def __init__(self) -> None:
         self._errors: dict[str, torch.Tensor] = {}

@@ -100,7 +100,7 @@ def test_large_rounds_move_every_element(monkeypatch, seed, limit):
     rounds = _run_large_rounds(plan, src, dst, whole_tensor(shape, torch.float32), "streams" if seed % 3 else True)
     if seed % 2 and strategy == "send_recv":
         small = find_rounds(plan)
-        assert max(rounds.round_of.values()) <= max(small.values()) and len(rounds.direct) == len(small)
+        assert max(rounds.round_of.values()) <= max(small.values()) and len(rounds.unbuffered) == len(small)
         assert rounds.joined.keys() == small.keys()
 
 

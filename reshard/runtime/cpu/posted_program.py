@@ -1,4 +1,4 @@
-"""Programs of a few small messages, each one run of bytes of an array. The thread that starts one posts all of it.
+"""Programs of a few small messages, each a contiguous range of an array. The caller's thread posts all of them.
 
 Such a program needs no staging, waits for no event of this or another rank, and forwards nothing. So all of its
 operations can start at once, and only their ends need a thread. Posting does not block. Operations between two ranks
@@ -36,7 +36,7 @@ MAX_POSTED_MESSAGES = 8
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """One message: bytes ``start`` to ``stop`` of array number ``tensor``. ``span`` is None if that is all of it."""
+    """One message: bytes ``span[0]`` to ``span[1]`` of array number ``tensor``, or all of it if ``span`` is None."""
 
     tensor: int
     span: tuple[int, int] | None
@@ -46,7 +46,8 @@ class _Operation:
     is_recv: bool
 
 
-#: The last bytes of a marked receive buffer until the message arrives. A message that ends alike counts as not arrived.
+#: The last bytes of a marked receive buffer until the message arrives. A message that ends with the same
+#: bytes counts as not arrived.
 _MARK = 0x9E3779B97F4A7C15
 _Word = ctypes.c_uint64
 
@@ -56,15 +57,16 @@ class Posted:
     """The operations that were posted.
 
     Attributes:
-        works: each operation with its work.
-        ends: the end of each receive buffer, if all of them were marked. They refer to memory, and do not keep it.
+        works: each operation, with the object that waits for it.
+        ends: the last eight bytes of each receive buffer, if all buffers were marked. They do not keep the buffers
+            alive.
     """
 
     works: tuple[tuple[_Operation, Work], ...]
     ends: tuple[_Word, ...] = ()
 
     def has_arrived(self) -> bool:
-        """Whether a wait for these operations returns at once; False if it is not known. There are only receives."""
+        """Whether a wait for these receives returns at once; False if that is unknown."""
         for end in self.ends:
             if end.value == _MARK:
                 return False

@@ -28,16 +28,16 @@ class LargeRounds:
 
     Attributes:
         round_of: the round of each message, by message id.
-        direct: ids of the messages that need no buffer if the arrays are contiguous and not cast.
-        joined: ``{message id: number}`` of direct messages. Messages with one number are adjacent in the memory of both
-            ranks. They are sent and received as one.
+        unbuffered: ids of the messages that need no buffer if the arrays are contiguous and not cast.
+        joined: ``{message id: number}`` of unbuffered messages. Messages with one number are adjacent in the memory of
+            both ranks. They are sent and received as one.
         broadcast_of: ``{message id: (number of the broadcast, number of its part)}`` if broadcasts replace the
             messages; else empty. The parts of a broadcast are adjacent in the memory of each rank.
         roots: rank that holds the data, by number of the broadcast.
     """
 
     round_of: Mapping[int, int]
-    direct: frozenset[int]
+    unbuffered: frozenset[int]
     joined: Mapping[int, int] = field(default_factory=dict)
     broadcast_of: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     roots: Mapping[int, int] = field(default_factory=dict)
@@ -49,30 +49,30 @@ def find_unbuffered(plan: Plan, messages: MessageTable) -> np.ndarray:
     box = transfers.first_box[messages.transfer]
     starts, stops = cut_chunks(transfers, messages.transfer, messages.chunk, box)
     tensor = transfers.box_tensor[box]
-    direct = (transfers.num_boxes[messages.transfer] == 1) & (messages.source == -1)
-    direct[messages.brings[1]] = False
-    return direct & _are_whole_rows(plan, tensor, starts, stops)
+    unbuffered = (transfers.num_boxes[messages.transfer] == 1) & (messages.source == -1)
+    unbuffered[messages.brings[1]] = False
+    return unbuffered & _are_whole_rows(plan, tensor, starts, stops)
 
 
-def join_messages(plan: Plan, messages: MessageTable, direct: np.ndarray, at: np.ndarray) -> dict[int, int]:
-    """Number direct messages between two ranks. Adjacent messages of one round get one number.
+def join_messages(plan: Plan, messages: MessageTable, unbuffered: np.ndarray, at: np.ndarray) -> dict[int, int]:
+    """Number unbuffered messages between two ranks. Adjacent messages of one round get one number.
 
     Args:
-        direct: ``(n,)`` rows of the direct messages.
-        at: ``(n,)`` their rounds.
+        unbuffered: ``(n,)`` rows of the table of messages.
+        at: ``(n,)`` the round of each of them.
     """
     transfers = plan.transfers
-    box = transfers.first_box[messages.transfer[direct]]
-    starts, stops = cut_chunks(transfers, messages.transfer[direct], messages.chunk[direct], box)
+    box = transfers.first_box[messages.transfer[unbuffered]]
+    starts, stops = cut_chunks(transfers, messages.transfer[unbuffered], messages.chunk[unbuffered], box)
     tensor = transfers.box_tensor[box]
-    if not len(direct) or not starts.shape[1]:
+    if not len(unbuffered) or not starts.shape[1]:
         return {}
-    keys = np.stack([at, messages.sender[direct], messages.receiver[direct], tensor])
+    keys = np.stack([at, messages.sender[unbuffered], messages.receiver[unbuffered], tensor])
     order = np.lexsort((starts[:, 0], *keys[::-1]))
     same = (keys[:, order[1:]] == keys[:, order[:-1]]).all(axis=0) & (stops[order[:-1], 0] == starts[order[1:], 0])
     joinable = _are_in_one_piece(plan)
     number = np.cumsum(np.concatenate([[True], ~(same & joinable[tensor[order[1:]]])]))
-    return dict(zip(messages.id[direct[order]].tolist(), number.tolist(), strict=True))
+    return dict(zip(messages.id[unbuffered[order]].tolist(), number.tolist(), strict=True))
 
 
 def _are_whole_rows(plan: Plan, tensor: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:

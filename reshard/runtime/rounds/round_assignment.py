@@ -96,11 +96,11 @@ def find_large_rounds(plan: Plan) -> LargeRounds:
         broadcasts = find_broadcasts(plan, rounds.messages, np.array(rounds.moves, dtype=bool), room)
         if broadcasts is not None:
             return broadcasts
-    direct = np.flatnonzero(find_unbuffered(plan, rounds.messages) & np.array(rounds.moves, dtype=bool))
-    ids = rounds.messages.id[direct].tolist()
-    round_of = rounds.assign(frozenset(direct.tolist()))
+    unbuffered = np.flatnonzero(find_unbuffered(plan, rounds.messages) & np.array(rounds.moves, dtype=bool))
+    ids = rounds.messages.id[unbuffered].tolist()
+    round_of = rounds.assign(frozenset(unbuffered.tolist()))
     at = np.array([round_of[ident] for ident in ids], dtype=np.int64)
-    return LargeRounds(round_of, frozenset(ids), join_messages(plan, rounds.messages, direct, at))
+    return LargeRounds(round_of, frozenset(ids), join_messages(plan, rounds.messages, unbuffered, at))
 
 
 class _Rounds:
@@ -130,9 +130,9 @@ class _Rounds:
         self._inside, self.moves = inside.tolist(), moves.tolist()
         self.relays = _Relays(messages, _find_relays(plan, messages), plan.staging_bytes // 2)
 
-    def assign(self, direct: frozenset[int]) -> dict[int, int]:
-        """The round of each message; ``direct`` has the rows that need no buffer."""
-        return _assign_rounds(self.messages, self._inside, self.moves, self.room, self.relays, direct)
+    def assign(self, unbuffered: frozenset[int]) -> dict[int, int]:
+        """The round of each message; ``unbuffered`` has the rows that need no buffer."""
+        return _assign_rounds(self.messages, self._inside, self.moves, self.room, self.relays, unbuffered)
 
 
 def _find_relays(plan: Plan, messages: MessageTable) -> np.ndarray:
@@ -195,7 +195,7 @@ class _Relays:
 
 def _assign_rounds(
     messages: MessageTable, inside: list[bool], moves: list[bool], room: Mapping[bool, int], relays: _Relays,
-    direct: frozenset[int],
+    unbuffered: frozenset[int],
 ) -> dict[int, int]:  # fmt: skip
     round_of: dict[int, int] = {}
     rounds = [-1] * len(messages)
@@ -218,7 +218,7 @@ def _assign_rounds(
             earliest = max(earliest, relays.first_round(index, receiver, nbytes))
         kind: bool | None = inside[index]
         limit = room[inside[index]]
-        if index in direct:
+        if index in unbuffered:
             nbytes = aligned(nbytes)
             kind, limit = None, max(UNBUFFERED_ROUND_BYTES, nbytes)
         ends = [(sender, kind, True), (receiver, kind, False)]

@@ -47,7 +47,7 @@ class _Slots:
         self._next, self.extra_bytes = start, 0
 
     def take(self, nbytes: int, in_extra: bool, is_direct: bool) -> tuple[int | None, int, int]:
-        """``(None or EXTRA, start, stop)`` of a part. A message that is direct needs none in the second buffer."""
+        """``(None or EXTRA, start, stop)`` of a part. A message without a buffer needs none in the second buffer."""
         if in_extra:
             start = self.extra_bytes
             self.extra_bytes += 0 if is_direct else aligned(nbytes)
@@ -88,7 +88,7 @@ class RoundRunner:
         self.program, self.memory = program, memory
         self._copier: Copier | None = None
         self.rounds = rounds_of(program, round_of)
-        self._bypass = round_of.direct if isinstance(round_of, LargeRounds) else frozenset()  # need no buffer
+        self._bypass = round_of.unbuffered if isinstance(round_of, LargeRounds) else frozenset()  # need no buffer
         self._relays = {index for index, recv in enumerate(program.recvs) if recv.is_relay}
         self._index = {recv.id: index for index, recv in enumerate(program.recvs)}
         self._half_bytes = max(map(self._scratch_bytes, self.rounds), default=0)

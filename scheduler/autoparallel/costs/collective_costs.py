@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.topology import Link
 
 from ..inputs.cluster import Cluster
-from ..inputs.layer_profile import LayerProfile
 
 
 @dataclass(frozen=True)
@@ -36,15 +34,9 @@ class StagePlace:
     device_types: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, cluster: Cluster, profiles: Sequence[LayerProfile], first: int, end: int) -> StagePlace:
-        """The place of ranks ``first`` to ``end - 1``, whose types of devices have these profiles.
-
-        Measured times of collectives replace the latency and the rate of the topology.
-        """
+    def of(cls, cluster: Cluster, first: int, end: int) -> StagePlace:
+        """The place of ranks ``first`` to ``end - 1``."""
         latency, rate = cluster.topology.inside_latency_seconds, cluster.inside_bytes_per_second
-        measured = [profile.measured_host_link for profile in profiles if profile.measured_host_link is not None]
-        if measured:
-            latency, rate = max(link[0] for link in measured), min(link[1] for link in measured)
         parts = cluster.hosts_of(first, end)
         nic = min(cluster.nic_bytes_per_second(host) for host, _, _ in parts)
         between = cluster.topology.latency_seconds

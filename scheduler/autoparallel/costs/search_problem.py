@@ -293,8 +293,7 @@ class SearchProblem:
     def place(self, first: int, end: int) -> StagePlace:
         """The place of ranks ``first`` to ``end - 1``."""
         if (first, end) not in self._places:
-            types = self.cluster.types_of(first, end) or tuple(self.profiles)
-            self._places[first, end] = StagePlace.of(self.cluster, [self.profiles[name] for name in types], first, end)
+            self._places[first, end] = StagePlace.of(self.cluster, first, end)
         return self._places[first, end]
 
     def stage_cost(self, stage: StagePlan, num_microbatches: int) -> StageCost:

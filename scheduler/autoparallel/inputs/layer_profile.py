@@ -140,8 +140,6 @@ class LayerProfile:
         classes: ``{layer class: {tensor-parallel degree: ClassTimes}}``. If a degree is missing, a rank takes its share
             of the time at degree 1.
         message_seconds: time of a message between stages in addition to that of its bytes.
-        measured_host_link: ``(latency seconds, bytes per second)`` of collectives inside a host, as measured; default:
-            those of the topology.
         slowdown: factor, at least 1, by which computation and a transfer slow each other while both run.
         is_guess: whether the times are estimates.
         software: versions of torch and Python, and the machine type, of the measurement.
@@ -155,7 +153,6 @@ class LayerProfile:
     dtype: str
     classes: Mapping[str, Mapping[int, ClassTimes]]
     message_seconds: float = 0.0
-    measured_host_link: tuple[float, float] | None = None
     slowdown: float = 1.0
     is_guess: bool = False
     software: Mapping[str, str] = field(default_factory=dict)
@@ -184,14 +181,6 @@ class LayerProfile:
             raise ArgumentError(
                 f"message_seconds of a profile is {brief(self.message_seconds)}; it must be a number of at least 0"
             )
-        if self.measured_host_link is not None:
-            pair = self.measured_host_link
-            is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-            if not is_pair or not _is_number(pair[0], 0.0, 1e6) or not _is_number(pair[1], 1.0, 1e18):
-                raise ArgumentError(
-                    f"measured_host_link of a profile is {brief(pair)}; it must be (latency seconds, bytes per "
-                    "second), from 0 and from 1 on"
-                )
         check_fields(self)
 
     @classmethod
@@ -310,9 +299,6 @@ class LayerProfile:
                 }
                 for key, degrees in data["classes"].items()
             }
-            data["measured_host_link"] = (
-                None if data["measured_host_link"] is None else tuple(data["measured_host_link"])
-            )
             return cls(**data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ArgumentError):

@@ -90,7 +90,6 @@ def test_a_search_warns_of_a_noisy_profile_once():
         (lambda: Tensor("x", 5, "float32", 0, (1,)), "shape of tensor 'x' is 5"),
         (lambda: LayerProfile.estimate(GRAPH, flops_per_second="1e12"), "flops_per_second is '1e12'"),
         (lambda: replace(PROFILE, message_seconds=math.nan), "message_seconds of a profile is nan"),
-        (lambda: replace(PROFILE, measured_host_link=(0, 0)), r"measured_host_link of a profile is \(0, 0\)"),
         (lambda: LayerTimes(1.5, 1, 0, 0, 0), "a measurement has 1.5 samples"),
         (
             lambda: ClassTimes((LayerTimes(2, 1, 1, 1, 2), LayerTimes(2, 1, 1, 1, 2))),

@@ -344,7 +344,7 @@ def test_a_memory_in_words_is_refused():
 def test_the_uplinks_of_pods_are_priced():
     def place(pods, uplink=1e8):
         topology = Topology(range(4), [Host((Link.of(1e9),), pod) for pod in pods], pods=[Link.of(uplink)] * 2)
-        return topology, StagePlace.of(Cluster(topology, 1e9), [PROFILE], 0, 4)
+        return topology, StagePlace.of(Cluster(topology, 1e9), 0, 4)
 
     assert place((0, 0, 0, 0))[1].ring_bytes_per_second == 1e9
     topology, two = place((0, 0, 1, 1))
