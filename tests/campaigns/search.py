@@ -27,15 +27,15 @@ from tests.scheduler.autoparallel.test_methods import check_joint
 GBIT = 1e9 / 8
 
 
-def compare_joint(number: int) -> None:
-    for seed in range(number):
+def compare_joint(first: int, number: int) -> None:
+    for seed in range(first, first + number):
         check_joint(seed)
     print(f"{number} problems: the recurrence found the best of all plans in each")
 
 
-def compare_parts(number: int) -> None:
+def compare_parts(first: int, number: int) -> None:
     shares = []
-    for seed in range(number):
+    for seed in range(first, first + number):
         seconds, bound = check_parts(seed)
         if seconds < math.inf:
             shares.append(bound / seconds)
@@ -61,7 +61,7 @@ def sub_clusters(cluster: Cluster) -> Iterator[tuple[int, ...]]:
         yield tuple(rank for _, first, end in hosts[:count] for rank in range(first, end))
 
 
-def compare_clusters(number: int, first: int) -> None:
+def compare_clusters(first: int, number: int) -> None:
     ratios = []
     for seed in range(first, first + number):
         rng = random.Random(seed)
@@ -98,18 +98,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["joint", "parts", "interleaved", "clusters"])
     parser.add_argument("--number", type=int, default=100, help="number of random problems (default: 100)")
-    parser.add_argument(
-        "--first", type=int, default=0, help="seed of the first problem of clusters and interleaved (default: 0)"
-    )
+    parser.add_argument("--first", type=int, default=0, help="seed of the first problem (default: 0)")
     options = parser.parse_args()
     if options.what == "joint":
-        compare_joint(options.number)
+        compare_joint(options.first, options.number)
     elif options.what == "parts":
-        compare_parts(options.number)
+        compare_parts(options.first, options.number)
     elif options.what == "interleaved":
         compare_interleaved(options.first, options.number)
     else:
-        compare_clusters(options.number, options.first)
+        compare_clusters(options.first, options.number)
 
 
 if __name__ == "__main__":
