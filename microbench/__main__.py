@@ -60,6 +60,10 @@ CASES = {
     "true_profile": ("training_plans.true_profile", "gain of overlapped transfers and of a true profile"),
     "balance": ("training_plans.balance", "methods of the strategy search under varying memory"),
     "compare_schedules": ("training.compare_schedules", "pipeline schedules of GPT and U-Transformer"),
+    "drawn_pipelines": (
+        "training.drawn_pipelines",
+        "steps of random pipelines with sleeping stages under our schedules, compared with others and torch's",
+    ),
     "engine_overhead": (
         "training.engine_overhead",
         "CPU time of the pipeline engine, compared with torch's runtime, on the same schedules",

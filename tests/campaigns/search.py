@@ -15,9 +15,10 @@ import random
 import statistics
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import Cluster, LayerProfile, search
+from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, search
 from reshard.topology import Host, Link, Topology
 from tests.scheduler.autoparallel.random_searches import make_graph
 from tests.scheduler.autoparallel.test_device_subsets import check_parts
@@ -27,15 +28,15 @@ from tests.scheduler.autoparallel.test_methods import check_joint
 GBIT = 1e9 / 8
 
 
-def compare_joint(number: int) -> None:
-    for seed in range(number):
+def compare_joint(first: int, number: int) -> None:
+    for seed in range(first, first + number):
         check_joint(seed)
     print(f"{number} problems: the recurrence found the best of all plans in each")
 
 
-def compare_parts(number: int) -> None:
+def compare_parts(first: int, number: int) -> None:
     shares = []
-    for seed in range(number):
+    for seed in range(first, first + number):
         seconds, bound = check_parts(seed)
         if seconds < math.inf:
             shares.append(bound / seconds)
@@ -61,7 +62,7 @@ def sub_clusters(cluster: Cluster) -> Iterator[tuple[int, ...]]:
         yield tuple(rank for _, first, end in hosts[:count] for rank in range(first, end))
 
 
-def compare_clusters(number: int, first: int) -> None:
+def compare_clusters(first: int, number: int) -> None:
     ratios = []
     for seed in range(first, first + number):
         rng = random.Random(seed)
@@ -94,22 +95,64 @@ def compare_clusters(number: int, first: int) -> None:
     )
 
 
+#: Restrictions of the search: values of ``keep``.
+RESTRICTIONS = (
+    {"zero": 0},
+    {"zero": 3},
+    {"recompute": False},
+    {"zero": 0, "recompute": False},
+    {"tp": 1},
+    {"grid": None},
+    {"tp": 1, "grid": None},
+    *({"num_microbatches": count} for count in (2, 4, 8, 16)),
+)
+
+
+def compare_restricted(first: int, number: int) -> None:
+    ratios = []
+    for seed in range(first, first + number):
+        rng = random.Random(seed)
+        if seed % 2:
+            layers, hidden, vocabulary = rng.choice([4, 8, 12]), rng.choice([256, 512, 1024]), rng.choice([1000, 32000])
+            graph = LayerGraph.transformer(layers=layers, hidden=hidden, heads=8, sequence=256, vocabulary=vocabulary)
+        else:
+            graph = make_graph(rng, rng.randint(5, 10))
+        sizes = [rng.choice([1, 2, 4]) for _ in range(rng.randint(2, 4))]
+        hosts = tuple(Host((Link.of(rng.choice([5, 25, 100]) * GBIT),)) for _ in sizes)
+        ranks = tuple(host for host, size in enumerate(sizes) for _ in range(size))
+        profile = LayerProfile.estimate(graph, flops_per_second=rng.choice([1e12, 1e13]))
+        cluster = Cluster(Topology(ranks, hosts, inside_bytes_per_second=2e10), rng.choice([4e9, 1e9, 3e8]))
+
+        def seconds(keep: dict[str, Any], graph=graph, cluster=cluster, profile=profile) -> float:
+            try:
+                return search(graph, cluster, profile, num_samples=32, keep={**keep, "idle": False}).seconds
+            except ArgumentError:
+                return math.inf
+
+        found = seconds({})
+        least, keep = min(((seconds(keep), keep) for keep in RESTRICTIONS), key=lambda item: item[0])
+        if found < math.inf:
+            ratios.append(min(1.0, least / found))
+            print(f"problem {seed}: {found:.4g} s, {least / found:.4f} times that with {keep}", flush=True)
+    print(f"{len(ratios)} problems: the best restricted search takes {min(ratios):.4f} to 1 times as long")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["joint", "parts", "interleaved", "clusters"])
+    parser.add_argument("what", choices=["joint", "parts", "interleaved", "clusters", "restricted"])
     parser.add_argument("--number", type=int, default=100, help="number of random problems (default: 100)")
-    parser.add_argument(
-        "--first", type=int, default=0, help="seed of the first problem of clusters and interleaved (default: 0)"
-    )
+    parser.add_argument("--first", type=int, default=0, help="seed of the first problem (default: 0)")
     options = parser.parse_args()
     if options.what == "joint":
-        compare_joint(options.number)
+        compare_joint(options.first, options.number)
     elif options.what == "parts":
-        compare_parts(options.number)
+        compare_parts(options.first, options.number)
     elif options.what == "interleaved":
         compare_interleaved(options.first, options.number)
+    elif options.what == "restricted":
+        compare_restricted(options.first, options.number)
     else:
-        compare_clusters(options.number, options.first)
+        compare_clusters(options.first, options.number)
 
 
 if __name__ == "__main__":

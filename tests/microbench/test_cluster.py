@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import errno
 import os
@@ -25,7 +26,7 @@ from microbench.emulation.emulated_cluster import ClusterError, EmulatedCluster
 from microbench.harness.benchmark_rank import BenchmarkJob, run_jobs
 from microbench.harness.hosts_report import TRACED
 from microbench.harness.suite import plan_row
-from microbench.training import compare_schedules
+from microbench.training import compare_schedules, drawn_pipelines
 from reshard.planner.planning import plan_tensors
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import LaunchError
@@ -302,3 +303,28 @@ def test_every_method_trains_on_emulated_hosts(monkeypatch):
     assert all(c.ready <= c.end for c in timeline.transfers)
     table = compare_schedules.format_setting(record)
     assert all(name in table for name in rows)
+
+
+@pytest.mark.nightly
+@on_hosts
+def test_drawn_pipelines_run_torchs_schedules_beside_ours(capsys):
+    """The drawn_pipelines command on a V of two rows; no speed is checked."""
+    drawn_pipelines.run(argparse.Namespace(number=1, seed=3, rows=4, stages=8, milliseconds=4.0, repeats=1))
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if line.startswith("3: 2 rows, V 2 a row, 4 stages, 4 mb")]
+    assert len(rows) == 2 and "torch ZBVZeroBubble" in rows[0] and "torch DualPipeV" in rows[1]
+    assert lines[-1].startswith("2 comparisons")
+
+
+def test_drawn_pipelines_compare_schedules_at_equal_peaks():
+    case = drawn_pipelines.draw_case(3, 4, 8)
+    pipeline = drawn_pipelines.make_pipeline(case, 0.01)
+    comparisons = drawn_pipelines.make_comparisons(case, pipeline)
+    assert [item.other for item in comparisons] == ["zb_v, torch ZBVZeroBubble", "dualpipe_v, torch DualPipeV"]
+    for item in comparisons:
+        other, ours = item.schedules
+        assert all(x <= y for x, y in zip(ours.peak_bytes(pipeline), other.peak_bytes(pipeline), strict=True))
+        assert drawn_pipelines.predict(ours, pipeline) <= drawn_pipelines.predict(other, pipeline) * 1.001
+    assert not drawn_pipelines.summarize([(1.0, 0.01), (1.03, 0.01)])[1]
+    assert not drawn_pipelines.summarize([(1.0, 0.11)])[1]
+    assert drawn_pipelines.summarize([(1.0, 0.01)])[1]

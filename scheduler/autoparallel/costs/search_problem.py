@@ -458,6 +458,8 @@ def profiles_of(cluster: Cluster, profile: LayerProfile | Mapping[str, LayerProf
                 "{type: LayerProfile} with the profile of each type"
             )
         return {types[0] if types else "": profile}
+    if not profile:
+        raise ArgumentError("profile is an empty dict; pass a LayerProfile, or {type: LayerProfile}")
     for name, type_profile in profile.items():
         if not isinstance(type_profile, LayerProfile):
             raise ArgumentError(

@@ -21,7 +21,7 @@ from .alpa import alpa, num_sums
 from .bmw import bmw, galvatron_released
 from .interleaving import interleaved
 from .joint import joint
-from .moves import fewer_microbatches, neighbours
+from .moves import all_alike, fewer_microbatches, neighbours
 from .pure import pure
 from .shortage import smallest_shortages
 
@@ -146,10 +146,29 @@ def refine(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Ev
         for item in [item for item in evaluations if item.candidate.is_interleaved is is_interleaved][:NUM_THOROUGH]:
             evaluations[evaluations.index(item)] = _thorough(problem, item)
     evaluations.sort(key=order)
+    evaluations = [*_changed_alike(problem, evaluations), *evaluations]
     if evaluations and not evaluations[0].short_bytes:
         shared = interleave(problem, evaluations, evaluations[0].seconds)
         evaluations += [_thorough(problem, item) for item in shared]
     return sorted(evaluations, key=order)
+
+
+def _changed_alike(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The best candidate with another ZeRO or recomputation in all stages under ``auto_schedule``, if that is faster.
+
+    Local moves compare candidates under the known schedules, of which those that split backwards gain most.
+    """
+    if not evaluations or evaluations[0].short_bytes:
+        return []
+    best, found = evaluations[0], []
+    for candidate in all_alike(problem, best.candidate):
+        target = best.seconds * (1 - MIN_GAIN)
+        if step_bound(problem, candidate) < target:
+            better = evaluate(problem, candidate, thorough=True, below_seconds=target)
+            if better is not None:
+                best = better
+                found.insert(0, better)
+    return found
 
 
 def _thorough(problem: SearchProblem, evaluation: Evaluation) -> Evaluation:

@@ -17,7 +17,7 @@ def neighbours(problem: SearchProblem, candidate: Candidate) -> Iterator[Candida
     less; change ZeRO or recomputation in all stages; join two stages; take another number of microbatches.
     """
     stages, count = candidate.stages, candidate.num_microbatches
-    others = (*_other_choices(problem, stages, count), *_all_alike(problem, stages))
+    others = (*_other_choices(problem, stages, count), *_alike(problem, stages))
     for changed in (*_moved_cuts(stages), *others, *_merged(problem, stages)):
         if _is_valid(problem, changed, count):
             yield replace(candidate, method="auto", stages=changed, predicted_seconds=None)
@@ -25,6 +25,13 @@ def neighbours(problem: SearchProblem, candidate: Candidate) -> Iterator[Candida
     for other in problem.microbatch_counts[max(0, at - 1) : at + 2]:
         if other != count and _is_valid(problem, stages, other):
             yield replace(candidate, method="auto", num_microbatches=other, predicted_seconds=None)
+
+
+def all_alike(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate with the same ZeRO, or the same recomputation, in all stages."""
+    for changed in _alike(problem, candidate.stages):
+        if changed != candidate.stages and _is_valid(problem, changed, candidate.num_microbatches):
+            yield replace(candidate, method="auto", stages=changed, predicted_seconds=None)
 
 
 def fewer_microbatches(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
@@ -71,7 +78,7 @@ def _other_choices(problem: SearchProblem, stages: Stages, count: int) -> Iterat
                     yield _with(stages, index, replace(stage, choices=choices))
 
 
-def _all_alike(problem: SearchProblem, stages: Stages) -> Iterator[Stages]:
+def _alike(problem: SearchProblem, stages: Stages) -> Iterator[Stages]:
     """The same ZeRO, or the same recomputation, in all stages: backwards can be split only if no stage has either."""
     for zero in problem.rules.zero if len(stages) > 1 else ():
         yield tuple(

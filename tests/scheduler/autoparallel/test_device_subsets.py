@@ -109,6 +109,7 @@ def test_the_fast_devices_of_mixed_hosts_work_without_the_slow_ones():
             "rank 2 of the cluster is a device of type 'old', which has no profile; .* 'new'",
         ),
         (lambda: find(FAST), "has devices of types 'new', 'old', but there is one profile"),
+        (lambda: find({}), "profile is an empty dict"),
         (lambda: find({"new": FAST, "old": 1}), "profile of device type 'old' must be a LayerProfile, not 1"),
         (
             lambda: search(GRAPH, Cluster(HOSTS, 1e9), {"new": FAST}, num_samples=8),

@@ -468,3 +468,16 @@ def test_faster_links_shorten_sums_of_gradients_too():
     sums = found.reports[0].gradient_sync_seconds
     assert sums > 0.9 * found.seconds
     assert found.seconds - found.wider_links_seconds == pytest.approx(sums * (1 - 1 / 1.1), rel=0.02)
+
+
+def test_the_same_zero_in_all_stages_is_tried_under_auto_schedule():
+    """Under the known schedules, ZeRO 0 is faster here, because backwards can be split; under auto_schedule, ZeRO 3."""
+    graph = LayerGraph.transformer(layers=4, hidden=256, heads=8, sequence=256, vocabulary=1000)
+    hosts = tuple(Host((Link.of(rate),)) for rate in (6.25e8, 3.125e9, 3.125e9, 6.25e8))
+    cluster = Cluster(Topology((0, 1, 1, 2, 2, 3, 3), hosts, inside_bytes_per_second=2e10), 3e8)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e12)
+    keep = {"idle": False, "tp": 1, "grid": None, "num_microbatches": 8}
+    found = search(graph, cluster, profile, num_samples=32, keep=keep)
+    for zero in (0, 3):
+        assert found.seconds <= search(graph, cluster, profile, num_samples=32, keep={**keep, "zero": zero}).seconds
+    assert found.stages[1].choices[0].zero == 3
