@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import sys
+import warnings
 from collections.abc import Sequence
 
 from reshard import __version__
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=module.HELP, description=_as_sentence(module.HELP))
         module.add_arguments(_with_examples(command, *module.EXAMPLES))
     options = parser.parse_args(arguments)
+    format_warning, warnings.formatwarning = warnings.formatwarning, _format_warning
     try:
         if options.command in modules:
             status: int = modules[options.command].run(options)
@@ -75,8 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, closed the pipe
         sys.stderr.close()
         return 0
+    finally:
+        warnings.formatwarning = format_warning
     parser.print_help()
     return 2
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning without the line of code that gives it, which means nothing to users of a command."""
+    return f"reshard: warning: {message}\n"
 
 
 def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str], commands: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Progress bars on a terminal. In a pipe, or without tqdm, nothing is shown."""
+"""Progress bars on a terminal. In a pipe, or without tqdm, only :func:`show_elapsed` shows something: lines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
 #: An estimate of the time that is left is shown once this part of the work is done.
 MIN_DONE = 0.01
+#: Where no bar is shown, the first line on progress comes after this many seconds, and further lines at this interval.
+FIRST_LINE_SECONDS, LINE_SECONDS = 1.0, 10.0
 
 
 @contextlib.contextmanager
@@ -62,9 +64,11 @@ def show_time(seconds: float, *, show: bool = True) -> Iterator[Callable[..., No
 
 @contextlib.contextmanager
 def show_elapsed(text: str, *, show: bool = True) -> Iterator[Callable[[float, str], None]]:
-    """Show ``text`` and the time since the start of the block, whose length is unknown, on a terminal.
+    """Show ``text`` and the time since the start of the block, whose length is unknown.
 
-    The block must not fork, because a thread refreshes the time. Nothing is shown if ``show`` is false.
+    On a terminal, a line is refreshed, and disappears at the end. Elsewhere, a line is printed to stderr after a
+    second, and every ten seconds. The block must not fork, because a thread does this. Nothing is shown if ``show`` is
+    false.
 
     Yields:
         ``report(done, step)``: the part of the work that is done, from 0 to 1, and the next step. From then on, the
@@ -81,25 +85,34 @@ def show_elapsed(text: str, *, show: bool = True) -> Iterator[Callable[[float, s
         left = total - (time.monotonic() - begun)
         return f"; {step}" * bool(step) + (f"; about {left:.0f} s left" if 1 <= left < math.inf else "")
 
+    bar: Any = None
+    if show and sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            tqdm.monitor_interval = 0
+            bar = tqdm(desc=text, leave=False, bar_format="{desc}: {elapsed}{unit}", unit="")
+
+    def refresh() -> None:
+        while not ended.wait(0.5):
+            bar.unit = describe()
+            bar.refresh()
+
+    def print_lines() -> None:
+        seconds = FIRST_LINE_SECONDS
+        while not ended.wait(seconds):
+            print(f"{text}: {time.monotonic() - begun:.0f} s{describe()}", file=sys.stderr, flush=True)
+            seconds = LINE_SECONDS
+
     with contextlib.ExitStack() as stack:
-        if show and sys.stderr.isatty():
-            try:
-                from tqdm import tqdm
-            except ImportError:
-                pass
-            else:
-                tqdm.monitor_interval = 0
-                bar = stack.enter_context(tqdm(desc=text, leave=False, bar_format="{desc}: {elapsed}{unit}", unit=""))
-
-                def refresh() -> None:
-                    while not ended.wait(0.5):
-                        bar.unit = describe()
-                        bar.refresh()
-
-                thread = threading.Thread(target=refresh, name="reshard-progress-bar", daemon=True)
-                thread.start()
-                stack.callback(thread.join)
-                stack.callback(ended.set)
+        if show:
+            if bar is not None:
+                stack.enter_context(bar)
+            target = print_lines if bar is None else refresh
+            thread = threading.Thread(target=target, name="reshard-progress-bar", daemon=True)
+            thread.start()
+            stack.callback(thread.join)
+            stack.callback(ended.set)
         yield report
 
 

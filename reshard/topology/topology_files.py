@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ _NUMBERS = (
     "send_buffer_bytes",
     "burst_bytes",
 )
+#: Keys of a topology of hosts.
+_KEYS = {"hosts", "pods", *_INSIDE, "codecs", *_POD_KEYS, *_NUMBERS}
 
 
 def read_topology(path: str | Path) -> Topology:
@@ -141,12 +144,13 @@ def topology_from_json(data: Any) -> Topology:
     if not isinstance(data, dict):
         raise TopologyError("a topology must be a JSON object")
     if "host_of_rank" in data:
-        _check_keys(data, {"host_of_rank", "nic_bytes_per_second", "codecs", *_NUMBERS}, "topology")
+        _check_keys(data, {"host_of_rank", "nic_bytes_per_second", "codecs", *_NUMBERS}, "topology", {})
         if not isinstance(data["host_of_rank"], list):
             raise TopologyError("host_of_rank must be a list")
         topology = Topology.uniform(data["host_of_rank"], parse_rate(data.get("nic_bytes_per_second", TEN_GBIT)))
         return replace(topology, **_options(data))
-    _check_keys(data, {"hosts", "pods", *_INSIDE, "codecs", *_POD_KEYS, *_NUMBERS}, "topology")
+    hints = {name: f"; write {key!r}: '100 GB/s'" for key, name in _INSIDE.items()}
+    _check_keys(data, _KEYS, "topology", hints)
     hosts, ranks_of, nics_of = _read_hosts(data.get("hosts"))
     host_of_rank, nic_of_rank = _place_ranks(ranks_of, nics_of, [len(host.nics) for host in hosts])
     hosts, pods = _read_pods(data, hosts)
@@ -286,10 +290,11 @@ def parse_rate(value: Any) -> float:
     return check_rate(float(match[1]) * unit / (1 if match[4] == "B" else 8), "a rate")
 
 
-def _check_keys(data: dict[Any, Any], known: set[str], what: str) -> None:
+def _check_keys(data: dict[Any, Any], known: set[str], what: str, hints: Mapping[str, str]) -> None:
+    """Raise TopologyError if there are unknown keys; ``hints`` say by key what to do instead."""
     unknown = sorted(map(str, set(data) - known))
     if unknown:
-        meant = did_you_mean(unknown[0], known)
+        meant = hints.get(unknown[0]) or did_you_mean(unknown[0], known)
         raise TopologyError(f"unknown keys in {what}: {', '.join(map(brief, unknown[:8]))}{meant}")
 
 
@@ -318,7 +323,8 @@ def _read_host(entry: Any) -> tuple[Host, int, int | list[int], list[int] | None
     if not isinstance(entry, dict):
         raise TopologyError(f"a host must be an object, not {brief(entry)}")
     known = ("devices", "ranks", "nics", "nic_of_device", "pod", "count")
-    _check_keys(entry, set(known), f"a host (known keys: {', '.join(known)})")
+    hints = {key: f"; {key!r} belongs beside 'hosts', not into a host" for key in _KEYS}
+    _check_keys(entry, set(known), f"a host (known keys: {', '.join(known)})", hints)
     if ("devices" in entry) == ("ranks" in entry):
         raise TopologyError("a host must have either devices (a number) or ranks (a list)")
     count = entry.get("count", 1)

@@ -103,14 +103,21 @@ def search(
 
 def warn_if_noisy(problem: SearchProblem) -> None:
     """Warn if the times of the profile vary by more than :data:`MAX_SPREAD`, as on a machine with other jobs."""
-    spread, key, class_spread = problem.spread()
-    if spread > MAX_SPREAD:
-        warnings.warn(
-            f"the profile of {problem.graph.name!r} is noisy: the middle half of the measured times of its layers "
-            f"spreads over {spread:.0%} of their median, and that of layer class {key!r} over {class_spread:.0%}; "
-            f"above {MAX_SPREAD:.0%}, the choice may be wrong: measure again while no other jobs run, or use tune()",
-            stacklevel=3,
-        )
+    noise = describe_noise(problem.graph.name, problem.spread())
+    if noise:
+        warnings.warn(noise, stacklevel=3)
+
+
+def describe_noise(name: str, spread: tuple[float, str, float]) -> str:
+    """A sentence on the noise of the profile of a model, from :meth:`LayerProfile.spread`; empty if it is low."""
+    mean, key, of_class = spread
+    if mean <= MAX_SPREAD:
+        return ""
+    return (
+        f"the profile of {name!r} is noisy: the middle half of the measured times of its layers spreads over "
+        f"{mean:.0%} of their median, and that of layer class {key!r} over {of_class:.0%}; above {MAX_SPREAD:.0%}, the "
+        "choice may be wrong: measure again while no other jobs run, or use tune()"
+    )
 
 
 def choose_training_plan(problem: SearchProblem, method: str | Method = "auto") -> TrainingPlan:

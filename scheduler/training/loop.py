@@ -66,6 +66,7 @@ class TrainingJob:
         resume: continue from the newest checkpoint there, if there is one.
         trust_pickle: load a checkpoint even if it contains pickled objects.
         training_plan: cuts, placements, microbatches and schedule, in place of ``stages``, ``layers`` and ``schedule``.
+        shrink_factor: bytes of an edge per operation of a stage, over those of the whole model.
         dump: folder for tensors of some steps; None: save none.
         report: folder for the losses, a trace and pictures; None: write none.
     """
@@ -92,6 +93,7 @@ class TrainingJob:
     dump: str | None = None
     report: str | None = None
     training_plan: TrainingPlan | None = None
+    shrink_factor: int = 1
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -135,7 +137,7 @@ def train(rank: int, job: TrainingJob, shows: bool = True) -> TrainResult:
     loader, held_out = make_loaders(job)
     device = torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     torch.manual_seed(job.seed)
-    with show_elapsed("measuring the stages", show=shows and rank == 0):
+    with show_elapsed("building the stages and measuring a few steps", show=shows and rank == 0):
         engine = _compile_engine(job, _move(loader.batch(0), device), device)
     optimizer = make_optimizer(engine.param_groups(), job.preset.learning_rate)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factors(job.steps, job.warmup))
@@ -146,7 +148,7 @@ def train(rank: int, job: TrainingJob, shows: bool = True) -> TrainResult:
         start, loader.recipe = 0, job.recipe
         if job.resume:
             start = engine.load(folder, optimizer, rates, loader, missing_ok=True, trust_pickle=job.trust_pickle)
-        differences = describe_changes(loader.changes)
+        differences = describe_changes(loader.changes, start < job.steps)
         progress = Progress(job.name, start, job.steps, job.preset, job.log_every, shows and rank == 0)
         report = RunFolder(job.report, start, progress.note) if job.report is not None and rank == 0 else None
         measured = None
@@ -156,6 +158,8 @@ def train(rank: int, job: TrainingJob, shows: bool = True) -> TrainResult:
             if rank == 0:
                 predicted, bound = engine.predict()
                 progress.note(describe_prediction(engine.schedule, predicted, bound))
+                if job.shrink_factor > 1:
+                    progress.note(describe_shrinking(job))
             for step, batch in zip(range(start, job.steps), loader, strict=False):
                 caught = dump if dump is not None and step in dumped_steps(job.steps) else None
                 with contextlib.nullcontext() if caught is None else caught.catch_activations():
@@ -198,6 +202,10 @@ def _describe_start(job: TrainingJob, start: int, engine: PipelineEngine) -> lis
     texts = (
         [f"there is no checkpoint in {job.checkpoint}: starting from the beginning"] if job.resume and not start else []
     )
+    if job.resume and start >= job.steps:
+        texts.append(
+            f"nothing is left to train: the checkpoint is of step {start}, and --steps {job.steps} is the last"
+        )
     return [*texts, engine.compression] if engine.compression else texts
 
 
@@ -231,6 +239,16 @@ def describe_prediction(schedule: Schedule, predicted: PipelineTimeline, bound: 
     seconds = predicted.makespan_seconds
     over = f", {seconds / bound.seconds:.3f} times the" if bound.seconds else "; the"
     return f"schedule {schedule.name}: predicted step {seconds:.4g} s{over} lower bound of all schedules, {bound}"
+
+
+def describe_shrinking(job: TrainingJob) -> str:
+    """The effect of a smaller model on transfers, as text."""
+    factor = job.shrink_factor
+    return (
+        f"{job.name} is a smaller model: its edges carry {factor} times as many bytes per operation as those of the "
+        f"whole model, so transfers take {factor} times as large a part of a step, unless links are {factor} times as "
+        "fast"
+    )
 
 
 def make_pipe(job: TrainingJob) -> Pipe:

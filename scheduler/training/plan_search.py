@@ -142,7 +142,8 @@ def trace_job(job: TrainingJob) -> TracedModel:
 def profile_job(traced: TracedModel, job: TrainingJob) -> LayerProfile:
     """Measure the layers on the device of this process."""
     sample_counts = [num_samples for num_samples in SAMPLE_COUNTS if num_samples <= job.preset.num_samples]
-    return profile_layers(traced, job.device, sample_counts=sample_counts, repeats=3)
+    with show_elapsed("measuring layers") as report:
+        return profile_layers(traced, job.device, sample_counts=sample_counts, repeats=3, progress=report)
 
 
 def find_cluster(options: SearchOptions, device: str, num_ranks: int | None) -> Cluster:
@@ -197,8 +198,9 @@ def find_training_plan(job: TrainingJob, options: SearchOptions, num_ranks: int 
     Raises:
         ArgumentError: no training plan fits the memory, or the options contradict each other.
     """
-    with show_elapsed("measuring layers and searching"):
-        return choose_training_plan(make_job_problem(job, options, num_ranks))
+    problem = make_job_problem(job, options, num_ranks)
+    with show_elapsed("searching"):
+        return choose_training_plan(problem)
 
 
 def tune_training_plan(rank: int, job: TrainingJob, options: SearchOptions) -> Tuned | TrainingPlan:
@@ -229,8 +231,9 @@ def tune_training_plan(rank: int, job: TrainingJob, options: SearchOptions) -> T
         return measured
 
     try:
-        with show_elapsed("measuring layers and steps, and searching"):
-            tuned = tune(make_job_problem(job, options, dist.get_world_size()), choose_training_plan, measure)
+        problem = make_job_problem(job, options, dist.get_world_size())
+        with show_elapsed("searching and measuring steps"):
+            tuned = tune(problem, choose_training_plan, measure)
     except Exception as error:
         if not is_measuring:
             own = RemoteError(f"rank 0 cannot search: {type(error).__name__}: {error}")

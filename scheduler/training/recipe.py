@@ -17,8 +17,10 @@ _EFFECTS = {
 }
 
 
-def describe_changes(changes: list[tuple[str, Any, Any]]) -> list[str]:
+def describe_changes(changes: list[tuple[str, Any, Any]], trains: bool) -> list[str]:
     """The differences from the run that saved the checkpoint, and their consequences: a line for each option.
+
+    Without a step to train (``trains``), there are none.
 
     Raises:
         ArgumentError: the peak learning rate differs. The checkpoint has its own, so another one would have no effect.
@@ -30,6 +32,8 @@ def describe_changes(changes: list[tuple[str, Any, Any]]) -> list[str]:
                 f"the checkpoint was saved with --learning-rate {saved}, not {value}; resumed runs keep theirs: pass "
                 f"--learning-rate {saved}, or start again in another folder"
             )
+        if not trains:
+            continue
         before, now = (f"--{option} {text}" if text != "" else f"no --{option}" for text in (saved, value))
         lines.append(f"the checkpoint was saved with {before}, not {now}: {_EFFECTS[option]}")
     return lines

@@ -150,7 +150,8 @@ def _add_reports(add: Callable[..., Any]) -> None:
         "--resume",
         action="store_true",
         help="continue from the newest checkpoint in the folder of --checkpoint, or start from the beginning if there "
-        "is none, and save at the end; pass the same --steps, which is the number of the last step",
+        "is none, and save at the end; --steps is the number of the last step: the same one to finish an interrupted "
+        "run, a larger one to train further",
     )
     add(
         "--trust-pickle",
@@ -169,15 +170,8 @@ def run(options: argparse.Namespace) -> int:
     preset = find_preset(options.preset)
     stages = "" if options.plan else options.meshes or preset.stages
     is_first = os.environ.get("RANK", "0") == "0"
-    with show_elapsed("loading torch", show=is_first):
+    with show_elapsed("loading torch", show=is_first and "torch" not in sys.modules):
         job = make_job(options, preset, stages)
-    if options.shrink > 1 and is_first:
-        factor = preset.config.shrink_factor(options.shrink)
-        print(
-            f"{job.name}: edges carry {factor} times as many bytes per operation as in the whole model; links that are "
-            f"{factor} times as fast keep communication over computation",
-            file=sys.stderr,
-        )
     from .launch import launch
     from .plan_search import SearchOptions
 
@@ -204,7 +198,10 @@ def _describe_next(job: TrainingJob) -> str:
     """A sentence on what a user may do after a run."""
     if job.checkpoint is None:
         return "nothing was saved; with --checkpoint FOLDER a run is saved, and --resume continues it"
-    return f"--resume with a larger --steps continues from {job.checkpoint}"
+    return (
+        f"to train further: the same command with --resume and --steps above {job.steps} continues from "
+        f"{job.checkpoint}, and its learning rate follows the new number"
+    )
 
 
 def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> TrainingJob:
@@ -232,6 +229,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Traini
         raise ArgumentError(f"--learning-rate is {rate}; it must be positive and finite")
     training_plan = _read_training_plan(options)
     num_stages = stages.count(",") + 1 if training_plan is None else 1  # the search shrinks the preset for one stage
+    factor = round(preset.config.shrink_factor(options.shrink)) if options.shrink > 1 else 1
     preset = preset.shrunk(options.shrink, num_stages)
     changes: dict[str, Any] = {"num_samples": options.batch, "num_microbatches": options.num_microbatches}
     changes["learning_rate"] = options.learning_rate
@@ -265,6 +263,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Traini
         resume=options.resume,
         trust_pickle=options.trust_pickle,
         training_plan=training_plan,
+        shrink_factor=factor,
         dump=options.dump_tensors,
         report=None if options.report == "none" else options.report or f"{options.preset}.report",
     )

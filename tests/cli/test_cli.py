@@ -6,12 +6,14 @@ import importlib.util
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 from reshard.cli import demo_transfers
+from reshard.cli.commands import info_command
 from reshard.cli.commands.plan_command import MAX_PRINTED_MESSAGES, default_topology
 from reshard.cli.demo_cases import gpu_cases
 from reshard.cli.main import main
@@ -271,3 +273,15 @@ def test_ranks_that_share_gpus_are_different_hosts_to_nccl(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ArgumentError, match="no GPU"):
         share_gpus(0)
+
+
+def test_a_warning_is_a_line_without_code(monkeypatch, capsys):
+    def show(_):
+        print(warnings.formatwarning("the profile is noisy", UserWarning, "search.py", 3), end="")
+        return 0
+
+    before = warnings.formatwarning
+    monkeypatch.setattr(info_command, "run", show)
+    assert main(["info"]) == 0
+    assert capsys.readouterr().out == "reshard: warning: the profile is noisy\n"
+    assert warnings.formatwarning is before

@@ -1,17 +1,20 @@
-"""Progress bars appear on a terminal only, and lines that commands print stay whole."""
+"""Bars appear on a terminal only, work of unknown length prints lines elsewhere, and lines that commands print stay whole."""
 
 from __future__ import annotations
 
 import os
 import pty
+import re
 import subprocess
 import sys
 import termios
+import time
 from pathlib import Path
 
 import pytest
 
-from reshard.cli.progress_bars import print_line, show_progress, show_time, track
+from reshard.cli import progress_bars
+from reshard.cli.progress_bars import print_line, show_elapsed, show_progress, show_time, track
 
 ROOT = Path(__file__).parents[2]
 #: Commands that take over 5 s by default, with options that shorten them.
@@ -92,8 +95,20 @@ def test_tqdm_may_be_missing(monkeypatch, capsys):
     assert capsys.readouterr().out == "a line\n"
 
 
+def test_long_work_prints_lines_in_a_pipe(monkeypatch, capsys):
+    monkeypatch.setattr(progress_bars, "FIRST_LINE_SECONDS", 0.01)
+    with show_elapsed("searching") as report:
+        report(0.5, "joint on 16 ranks")
+        while not (text := capsys.readouterr().err):
+            time.sleep(0.01)
+    assert re.fullmatch(r"searching: \d+ s; joint on 16 ranks(; about \d+ s left)?\n", text)
+    with show_elapsed("nothing", show=False):
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.slow
-def test_a_search_shows_its_time_on_a_terminal_only():
+def test_a_search_shows_its_time_on_a_terminal_and_in_a_pipe():
     search = "reshard search transformer:layers=24,hidden=1024,heads=16,sequence=1024,vocabulary=50257 --samples 64"
     command = f"{search} --topology dgx_a100 --devices 16 --memory 80GB --flops 1e14"
     status, text, shown = _run_on_terminal(command)
@@ -101,4 +116,5 @@ def test_a_search_shows_its_time_on_a_terminal_only():
     assert "searching: 00:0" in shown and "; joint on 16 ranks" in shown and " s left" in shown
     assert "searching" not in text
     piped = _run(command, subprocess.PIPE)
-    assert b"searching" not in piped.stderr + piped.stdout
+    assert re.match(rb"searching: [1-9]\d* s; .* on \d+ ranks", piped.stderr)
+    assert b"searching" not in piped.stdout

@@ -145,6 +145,8 @@ def test_topologies_round_trip_in_json_and_plans(topology, count):
         ({"hosts": [{"devices": 1, "count": 0}]}, "count"),
         ({"latency_seconds": -1}, "latency_seconds"),
         ({"speed": 1}, "unknown keys in topology: 'speed'"),
+        ({"inside_bytes_per_second": 1}, "'inside_bytes_per_second'; write 'inside': '100 GB/s'"),
+        ({"hosts": [{"devices": 1, "inside": 1}]}, "'inside' belongs beside 'hosts', not into a host"),
     ],
 )
 def test_invalid_topology_json_is_refused(change, match):

@@ -192,6 +192,16 @@ class Store:
         held: bytes = self._worker.call(lambda raw: raw.compare_set(self._prefix + key, expected, value), seconds)
         return held
 
+    def run(self, function: Callable[[dist.Store], T], seconds: float) -> T:
+        """Let the thread make several calls in a row, so that the caller waits only once.
+
+        Args:
+            function: function of the torch store, with this store's key prefix. It makes the calls.
+            seconds: timeout of all of them together.
+        """
+        result: T = self._worker.call(lambda _: function(self.raw), seconds)
+        return result
+
     def close(self) -> None:
         """Stop using the store and let the thread end. Takes no lock and does not wait."""
         self._worker.close()

@@ -45,22 +45,27 @@ class Outbox:
         Raises:
             RuntimeError: the store did not answer, or is lost.
         """
-        self._append(address, _encode(message), seconds)
+        self._append([address], _encode(message), seconds)
 
     def post_all(self, addresses: Iterable[str], message: Mapping[str, Any]) -> None:
         """Append a message to several mailboxes."""
-        text = _encode(message)
-        for address in addresses:
-            self._append(address, text, LOST_STORE_SECONDS)
+        self._append(list(addresses), _encode(message), LOST_STORE_SECONDS)
 
-    def _append(self, address: str, text: str, seconds: float) -> None:
-        number = self._next.get(address)
-        if number is None:
-            tail = f"{address}/read"
-            number = self._store.read(tail, int, seconds) if self._store.check([tail], seconds) else 0
-        while self._store.compare_set(f"{address}/{number}", "", text, seconds) != text.encode():
-            number += 1
-        self._next[address] = number + 1
+    def _append(self, addresses: list[str], text: str, seconds: float) -> None:
+        for address in addresses:
+            if address not in self._next:
+                tail = f"{address}/read"
+                self._next[address] = self._store.read(tail, int, seconds) if self._store.check([tail], seconds) else 0
+        numbers = {address: self._next[address] for address in addresses}
+
+        def append(raw: dist.Store) -> None:  # one wait for all calls
+            for address, number in numbers.items():
+                while raw.compare_set(f"{address}/{number}", "", text) != text.encode():
+                    number += 1
+                numbers[address] = number + 1
+
+        self._store.run(append, seconds)
+        self._next |= numbers
 
 
 def _encode(message: Mapping[str, Any]) -> str:

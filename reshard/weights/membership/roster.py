@@ -138,15 +138,14 @@ class Roster:
 
     def engines(self) -> list[Member]:
         """The engines that are not dropped, in the order in which they came."""
-        while self._store.check([key := f"engines/{len(self._engines)}"], ROSTER_TIMEOUT_SECONDS):
-            self._engines.append(self._store.get(key, ROSTER_TIMEOUT_SECONDS).decode())
-        present = [
-            team_id
-            for team_id in dict.fromkeys(self._engines)
-            if self._store.check([_state_key(team_id)], ROSTER_TIMEOUT_SECONDS)
-            and not self._store.get(_state_key(team_id), ROSTER_TIMEOUT_SECONDS)
-        ]
-        return [self.member("engine", team_id) for team_id in present]
+
+        def find(raw: dist.Store) -> list[str]:
+            while raw.check([key := f"engines/{len(self._engines)}"]):
+                self._engines.append(raw.get(key).decode())
+            states = {team_id: _state_key(team_id) for team_id in self._engines}
+            return [team_id for team_id, key in states.items() if raw.check([key]) and not raw.get(key)]
+
+        return [self.member("engine", team_id) for team_id in self._store.run(find, ROSTER_TIMEOUT_SECONDS)]
 
     def set_held(self, team_id: str, version: int | None) -> None:
         """Note the version that an engine holds, whole and verified."""

@@ -18,6 +18,7 @@ from reshard.formatting import brief
 
 from ...pipe.partition.blocks import BlockStage
 from ...pipe.profile import count_saved_bytes
+from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import ClassTimes, LayerProfile, LayerTimes
 from .layer_tracing import TracedModel, layer_inputs, run_layer
 from .zero_times import ShapesAndDtypes, measure_zero_times
@@ -26,8 +27,11 @@ from .zero_times import ShapesAndDtypes, measure_zero_times
 SAMPLE_COUNTS = (1, 2, 4)
 #: Largest number of repetitions of an all-gather and a reduce-scatter, which copy all parameters of a layer.
 MAX_ZERO_REPEATS = 3
-#: If a number of samples took longer than this, larger numbers are not measured.
-MAX_SECONDS = 5.0
+#: If a forward and a backward of a number of samples take longer than this, larger numbers are not measured: work of
+#: this length grows with the samples.
+MAX_SECONDS = 1.0
+#: No more repetitions follow once they took this long together, but at least :data:`MIN_REPEATS`.
+ENOUGH_SECONDS, MIN_REPEATS = 2.0, 2
 
 
 @check_arguments(sample_counts=(1, 2**40), repeats=(1, 10_000))
@@ -39,6 +43,7 @@ def profile_layers(
     repeats: int = 5,
     message_seconds: float = 0.0,
     slowdown: float = 1.0,
+    progress: Callable[[float, str], None] | None = None,
 ) -> LayerProfile:
     """Measure one layer of each class: forward, input gradients alone, a whole backward, and the cost of ZeRO 3.
 
@@ -49,8 +54,10 @@ def profile_layers(
         traced: the model, from :func:`trace_module`.
         device: what to measure on.
         sample_counts: numbers of samples of one forward.
-        repeats: number of measurements; the median counts.
+        repeats: number of measurements; the median counts. Layers that take longer than a second are measured twice.
         message_seconds, slowdown: see :class:`LayerProfile`. One process cannot measure them.
+        progress: called before each number of samples with the part of the work that is done, about, from 0 to 1, and
+            the layer that is measured next.
 
     Raises:
         ArgumentError: no size of some class fits, or an argument is out of range.
@@ -61,7 +68,9 @@ def profile_layers(
         raise ArgumentError(f"device is {brief(device)}, which torch does not have here: {error}") from None
     if not sample_counts:
         raise ArgumentError("sample_counts is empty; it must have at least one number of samples")
+    progress = _ignore if progress is None else progress
     stages = traced.pipe.cut(traced.outline.names).build(traced.pipe.model)
+    counts, num_classes = sorted(sample_counts), len({layer.key for layer in traced.graph.layers})
     classes: dict[str, ClassTimes] = {}
     parameters: list[ShapesAndDtypes] = []
     for number, (layer, module) in enumerate(zip(traced.graph.layers, stages, strict=True)):
@@ -70,7 +79,12 @@ def profile_layers(
         if isinstance(module, BlockStage):
             module.outputs = tuple(value.name for value in traced.stage_graph.values if value.writer == number)
         parameters.append(tuple((tuple(value.shape), value.dtype) for value in module.parameters()))
-        classes[layer.key] = _measure_class(traced, number, module, device, sorted(sample_counts), repeats)
+
+        def report(done: float, layer: Layer = layer, begun: int = len(classes)) -> None:
+            progress((begun + done) / num_classes, layer.name)
+
+        classes[layer.key] = _measure_class(traced, number, module, device, counts, repeats, report)
+    progress(1.0, "collectives of ZeRO 3")
     zero = measure_zero_times(parameters, device, min(repeats, MAX_ZERO_REPEATS))
     software = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     return LayerProfile(
@@ -88,8 +102,15 @@ def profile_layers(
 
 
 def _measure_class(
-    traced: TracedModel, number: int, module: Any, device: str, sample_counts: Sequence[int], repeats: int
+    traced: TracedModel,
+    number: int,
+    module: Any,
+    device: str,
+    sample_counts: Sequence[int],
+    repeats: int,
+    report: Callable[[float], None],
 ) -> ClassTimes:
+    """The times of a layer. ``report`` is called with the part of the work that is done: it grows with the samples."""
     values = [(item, item.grad) for item in module.parameters()]
     if any(value.is_meta for value, _ in values):
         module = module.to_empty(device=device)
@@ -100,8 +121,11 @@ def _measure_class(
         module = module.to(device)
     measured: list[LayerTimes] = []
     failed: list[int] = []
-    for size in sample_counts:
-        if failed or (measured and measured[-1].forward_seconds + measured[-1].backward_seconds > MAX_SECONDS):
+    for place, size in enumerate(sample_counts):
+        report(sum(sample_counts[:place]) / sum(sample_counts))
+        if measured and measured[-1].forward_seconds + measured[-1].backward_seconds > MAX_SECONDS:
+            break
+        if failed:
             failed.append(size)
             continue
         try:
@@ -131,8 +155,12 @@ def measure_layer(
     The weight-gradient pass is what a whole backward takes beyond one of input gradients alone.
     """
     times: dict[str, list[float]] = {"forward": [], "input": [], "whole": []}
-    saved = 0
+    saved, begun = 0, time.perf_counter()
     for turn in range(repeats + 1):
+        if turn == 1:  # the first turn warms up
+            begun = time.perf_counter()
+        if turn > MIN_REPEATS and time.perf_counter() - begun > ENOUGH_SECONDS:
+            break
         for kind in ("input", "whole"):
             inputs = make_inputs()
             wanted = [item for item in inputs.values() if isinstance(item, torch.Tensor) and item.requires_grad]
@@ -152,7 +180,7 @@ def measure_layer(
             elif wanted and outputs:
                 torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)
             _wait(device)
-            if turn:  # the first turn warms up
+            if turn:
                 times["forward"].append(middle - start)
                 times[kind].append(time.perf_counter() - middle)
     median = {kind: statistics.median(values) for kind, values in times.items()}
@@ -161,6 +189,10 @@ def measure_layer(
     both = sorted(f + b for f, b in zip(times["forward"][1::2], times["whole"], strict=True))
     spread = (both[(3 * len(both)) // 4] - both[len(both) // 4]) / statistics.median(both) if both[0] else 0.0
     return LayerTimes(num_samples, median["forward"], given, whole - given, whole, float(saved), spread)
+
+
+def _ignore(_done: float, _step: str) -> None:
+    pass
 
 
 def _wait(device: str) -> None:

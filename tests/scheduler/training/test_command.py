@@ -26,8 +26,8 @@ def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
     command = ["train", "gpt3-125m", *SMALL, "--meshes", "1x1,2x1", "--data", "text", "--resume"]
     assert main([*command, "--steps", "2"]) == 0
     shown = capfd.readouterr()
-    assert shown.err.endswith("--resume with a larger --steps continues from gpt3-125m.checkpoint\n")
-    assert "gpt3-125m/24: edges carry 576 times as many bytes per operation" in shown.err
+    assert "to train further: the same command with --resume and --steps above 2 continues from " in shown.err
+    assert shown.err.index("predicted step") < shown.err.index("its edges carry 576 times as many bytes per operation")
     assert "step 2: loss 5." in shown.err
     assert "there is no checkpoint in gpt3-125m.checkpoint: starting from the beginning" in shown.err
     assert "tokens/s" in shown.err
@@ -46,6 +46,10 @@ def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
     assert "gpt3-125m/24 on 1x1,2x1, steps 2 to 4: loss 5." in shown.out
     predicted, bound = map(float, re.search(r"predicted step (\S+) s, .* schedules, (\S+) s", shown.err).groups())
     assert 0 < bound <= predicted * 1.001
+    assert main([*command, "--steps", "3"]) == 0
+    shown = capfd.readouterr()
+    assert "nothing is left to train: the checkpoint is of step 4, and --steps 3 is the last" in shown.err
+    assert "the learning rate follows" not in shown.err
     assert [step for step, _ in read_losses("gpt3-125m.report").training] == [1, 2, 3, 4]
     assert json.loads((tmp_path / "gpt3-125m.report" / "trace.json").read_text())["traceEvents"]
     assert main([*command, "--steps", "4", "--learning-rate", "0.5"]) == 2
