@@ -189,10 +189,13 @@ def cut_regions(old: Weights, new: Weights) -> Regions:
 def time_coding(regions: Regions, names: Sequence[str]) -> dict[tuple[int, str], dict[str, EncodedRegion]]:
     """Each region in each format, in the fastest of some runs, which take turns. Decoded regions are compared."""
     encoded: dict[tuple[int, str], dict[str, EncodedRegion]] = {key: {} for key in regions}
+    buffers = {
+        key: np.zeros(largest_size(new), dtype=np.uint8) for key, (new, _) in regions.items()
+    }  # as in a Publisher
     for _ in range(PARTS_REPEATS):
         for name in names:
             for key, (new, old) in regions.items():
-                out, target = np.zeros(largest_size(new), dtype=np.uint8), old.clone()
+                out, target = buffers[key], old.clone()
                 begun = time.thread_time()
                 size = encode_region(new, old, name, out)
                 middle = time.thread_time()

@@ -12,7 +12,7 @@ from reshard.codecs.encoded_ratios import DENSE_SHARES, Sample
 from reshard.codecs.formats import FORMATS
 
 #: Rates are measured at these shares of changed words. Between them, the time of a byte is interpolated linearly.
-SHARES = (0.02, 0.08, 0.5)
+SHARES = (0.02, 0.08, 0.5, 0.95)
 #: ``{format: (rates of encoding, rates of decoding)}``, in plain bytes per second at each of :data:`SHARES`.
 FormatRates = Mapping[str, tuple[tuple[float, ...], ...]]
 #: ``{format: seconds that encoding, and decoding, a region take in addition to the time of its bytes}``.
@@ -55,9 +55,9 @@ def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: Tr
     known = FORMATS[name]
 
     def seconds_per_byte(measured: tuple[float, ...]) -> float:
-        index = 0 if sample.changed < SHARES[1] else 1
+        index = sum(sample.changed >= share for share in SHARES[1:-1])
         low, high = 1 / measured[index], 1 / measured[index + 1]
-        part = (min(sample.changed, SHARES[2]) - SHARES[index]) / (SHARES[index + 1] - SHARES[index])
+        part = (min(sample.changed, SHARES[-1]) - SHARES[index]) / (SHARES[index + 1] - SHARES[index])
         per_byte = max(low + part * (high - low), min(low, high) / 2)
         return per_byte * (2 / width if known.is_timed_by_words else 1)
 

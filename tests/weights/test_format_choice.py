@@ -78,7 +78,7 @@ def _choice():
         1: {"known": {"raw": "", "delta": "", "bitmap": ""}, "rates": {}},
     }
     for report in reports.values():
-        report["rates"] = {name: [[5e9] * 3] * 2 for name in report["known"]}
+        report["rates"] = {name: [[5e9] * 4] * 2 for name in report["known"]}
         report["setups"] = {name: [3e-5, 2e-5] for name in report["known"]}
     choice.agree(reports)
     return choice
@@ -116,7 +116,7 @@ def test_times_of_small_regions_are_measured_and_those_of_the_slowest_rank_count
     saved = []
     for slowest in (1e-5, 1e-2):  # a rank whose small regions take longer than the link
         choice = FormatChoice()
-        reports = {rank: {**report_formats(), "rates": {name: [[5e9] * 3] * 2 for name in setups}} for rank in range(2)}
+        reports = {rank: {**report_formats(), "rates": {name: [[5e9] * 4] * 2 for name in setups}} for rank in range(2)}
         reports[1]["setups"] = {name: [slowest] * 2 for name in setups}
         choice.agree(reports)
         choice.add_transfer(10**6, 1.0, 10**6, is_first=True)
