@@ -6,16 +6,19 @@ version to four engines, once in each format, once with ``compression="delta"``,
 compression ("raw"). All send the same version in turns, and engines compare each result bit for bit.
 
 ``--parts`` measures coding alone, in CPU time, and computes the time of the link: a trainer rank encodes its quarter,
-and an engine decodes all. The time of the choice counts, too. Raw versions need no coding.
+and an engine decodes all. All formats are measured in turns, and the choice takes its formats from the same
+measurements. The time of the choice counts, too, divided by the versions that use it. Raw versions need no coding.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.topology import Topology
 from reshard.weights.encoded import MAX_KEPT
 from reshard.weights.encoded_regions import decode_region, encode_region, largest_size
-from reshard.weights.format_choice import FormatChoice
+from reshard.weights.format_choice import FormatChoice, time_setups
 
 CONFIG = GPTConfig(num_layers=3, num_heads=8, head_size=48, sequence=32, vocabulary=256)
 ROWS, WARMUP_STEPS, WARMUP_RATE = 2, 10, 1e-3
@@ -53,6 +56,8 @@ RATES = ("0.1 Gbit/s", "0.4 Gbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s")
 UNTIMED = 2
 #: Runs of each part, of which the fastest counts.
 PARTS_REPEATS = 5
+#: Versions of a run in which choices are kept, and comparisons become rare if they end in raw.
+LONG_RUN = 256
 
 Weights = dict[str, torch.Tensor]
 
@@ -160,77 +165,124 @@ def _stated(weight: torch.Tensor, rank: int) -> tuple[Any, list[Any]]:
     return weight.shape, [[(first, first + rows[rank]), *((0, size) for size in weight.shape[1:])]]
 
 
-Parts = tuple[float, float, float, dict[str, int]]
+@dataclass(frozen=True)
+class EncodedRegion:
+    """A region in a format: CPU seconds to encode and to decode it, and its bytes on the link."""
+
+    encode: float
+    decode: float
+    nbytes: int
 
 
-def time_parts(old: Weights, new: Weights, choice: FormatChoice) -> Parts:
-    """CPU seconds of a trainer rank that chooses and encodes its quarter, and of an engine that decodes all; the bytes
-    as they travel; and the plain bytes in each format. The fastest of some runs.
-    """
-    taken = [_code(old, new, choice) for _ in range(PARTS_REPEATS)]
-    return min(parts[0] for parts in taken), min(parts[1] for parts in taken), taken[0][2], taken[0][3]
+Regions = dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]
 
 
-def _code(old: Weights, new: Weights, choice: FormatChoice) -> Parts:
-    seconds, codes, gains = [], [], []
-    formats: dict[str, int] = {}
-    out = {name: value.clone() for name, value in old.items()}
-    buffers = {name: np.zeros(largest_size(value), dtype=np.uint8) for name, value in new.items()}
-    for rank in range(NUM_TRAINERS):
-        pairs = [(name, *(side[name].tensor_split(NUM_TRAINERS)[rank] for side in (new, old))) for name in new]
-        begun = time.thread_time()
-        chosen = [choice.choose(value, base) for _, value, base in pairs]
-        choosing = (time.thread_time() - begun) / MAX_KEPT  # which is kept for so many versions
-        begun = time.thread_time()
-        gains.append(sum(saved for _, saved in chosen))
-        if gains[-1] > 0:
-            for (format_name, _), (name, value, base) in zip(chosen, pairs, strict=True):
-                size = encode_region(value, base, format_name, buffers[name])
-                codes.append((name, rank, buffers[name][:size].copy()))
-        seconds.append(choosing + time.thread_time() - begun)
-        for (format_name, _), (_, value, _) in zip(chosen, pairs, strict=True):
-            formats[format_name] = formats.get(format_name, 0) + value.nbytes
-    plain = sum(value.nbytes for value in new.values())
-    if sum(gains) <= 0:
-        return max(seconds), 0.0, plain, {"raw": plain}
-    targets = [(data, out[name].tensor_split(NUM_TRAINERS)[rank]) for name, rank, data in codes]
-    begun = time.thread_time()
-    for data, target in targets:
-        decode_region(data, target)
-    decoding = time.thread_time() - begun
-    assert all(torch.equal(out[name].view(torch.int16), value.view(torch.int16)) for name, value in new.items())
-    return max(seconds), decoding, sum(len(data) for *_, data in codes), formats
+def cut_regions(old: Weights, new: Weights) -> Regions:
+    """The regions that the trainer ranks hold: ``{(rank, name): (new, old)}``."""
+    return {
+        (rank, name): tuple(side[name].tensor_split(NUM_TRAINERS)[rank] for side in (new, old))
+        for rank in range(NUM_TRAINERS)
+        for name in new
+    }
+
+
+def time_coding(regions: Regions, names: Sequence[str]) -> dict[tuple[int, str], dict[str, EncodedRegion]]:
+    """Each region in each format, in the fastest of some runs, which take turns. Decoded regions are compared."""
+    encoded: dict[tuple[int, str], dict[str, EncodedRegion]] = {key: {} for key in regions}
+    buffers = {
+        key: np.zeros(largest_size(new), dtype=np.uint8) for key, (new, _) in regions.items()
+    }  # as in a Publisher
+    for _ in range(PARTS_REPEATS):
+        for name in names:
+            for key, (new, old) in regions.items():
+                out, target = buffers[key], old.clone()
+                begun = time.thread_time()
+                size = encode_region(new, old, name, out)
+                middle = time.thread_time()
+                decode_region(out, target)
+                ended = time.thread_time()
+                assert torch.equal(target.view(torch.int16), new.view(torch.int16))
+                before = encoded[key].get(name, EncodedRegion(math.inf, math.inf, size))
+                seconds = min(before.encode, middle - begun), min(before.decode, ended - middle)
+                encoded[key][name] = EncodedRegion(*seconds, size)
+    return encoded
+
+
+def add_parts(
+    encoded: dict[tuple[int, str], dict[str, EncodedRegion]], names: dict[tuple[int, str], str], link: float
+) -> float:
+    """Seconds of a version: the slowest trainer rank encodes, the link carries all, and an engine decodes all."""
+    chosen = {key: encoded[key][name] for key, name in names.items()}
+    encode = max(sum(item.encode for (rank, _), item in chosen.items() if rank == own) for own in range(NUM_TRAINERS))
+    return encode + sum(item.nbytes for item in chosen.values()) / link + sum(item.decode for item in chosen.values())
+
+
+def time_choice(regions: Regions, choice: FormatChoice) -> tuple[float, dict[tuple[int, str], str]]:
+    """CPU seconds in which the slowest rank chooses its formats, in the fastest of some runs; and the formats."""
+    seconds = [math.inf] * NUM_TRAINERS
+    names: dict[tuple[int, str], str] = {}
+    for _ in range(PARTS_REPEATS):
+        gain = 0.0
+        for rank in range(NUM_TRAINERS):
+            begun = time.thread_time()
+            chosen = {key: choice.choose(*pair) for key, pair in regions.items() if key[0] == rank}
+            seconds[rank] = min(seconds[rank], time.thread_time() - begun)
+            rank_gain = sum(saved for _, saved in chosen.values())
+            names |= {key: name if rank_gain > 0 else "raw" for key, (name, _) in chosen.items()}
+            gain += rank_gain
+    return max(seconds), names if gain > 0 else {}
+
+
+def versions_per_choice(choice: FormatChoice, pays: bool) -> float:
+    """The number of versions of a long run to each sampling of the regions."""
+    num_compared = 0
+    for _ in range(LONG_RUN):
+        if choice.may_pay():
+            num_compared += 1
+            choice.note(pays)
+    return LONG_RUN / max(1, -(-num_compared // MAX_KEPT))
 
 
 def print_parts(runs: list[list[Weights]], rates: Sequence[str]) -> None:
     """Print for each rate and run the sum of measured coding times and the time of the bytes on the link."""
-    codec_rates = time_formats()
+    report = {"known": known_formats(), "rates": time_formats(), "setups": time_setups()}
+    within, slower = [], []
     for versions in runs:
         old, new = versions[-2:]
-        plain = sum(item.nbytes for item in new.values())
-        fixed = {name: time_parts(old, new, FixedChoice(name)) for name in known_formats() if name != "raw"}
+        plain, regions = sum(item.nbytes for item in new.values()), cut_regions(old, new)
+        encoded = time_coding(regions, [*known_formats()])
         for rate in rates:
             topology = equal_hosts(rate)
             link = topology.hosts[0].nics[0].egress_bytes_per_second * PAYLOAD_SHARE
             choice = FormatChoice()
-            choice.agree({0: {"known": known_formats(), "rates": codec_rates}}, encoders=NUM_TRAINERS)
+            choice.agree({0: report}, encoders=NUM_TRAINERS)
             choice.add_transfer(plain, plain / link, plain, is_first=False)
+            fixed = [name for name in known_formats() if name != "raw"]
             seconds = {"raw": plain / link}
-            seconds |= {name: encode + nbytes / link + decode for name, (encode, decode, nbytes, _) in fixed.items()}
-            auto, formats = seconds["raw"], {"raw": plain}
+            seconds |= {name: add_parts(encoded, dict.fromkeys(regions, name), link) for name in fixed}
+            auto, formats, choosing = seconds["raw"], {"raw": plain}, 0.0
             if choice.may_pay():
-                encode, decode, nbytes, formats = time_parts(old, new, choice)
-                auto = encode + nbytes / link + decode
+                choosing, names = time_choice(regions, choice)
+                auto += choosing / versions_per_choice(choice, pays=False)
+                if names:
+                    auto = add_parts(encoded, names, link) + choosing / versions_per_choice(choice, pays=True)
+                    formats = {}
+                    for key, name in names.items():
+                        formats[name] = formats.get(name, 0) + regions[key][0].nbytes
             best = min(seconds, key=seconds.__getitem__)
+            within.append(auto / seconds[best])
+            slower.append(auto / seconds["raw"])
             used = ", ".join(f"{name} {n / plain:.0%}" for name, n in formats.items() if n > 0.02 * plain)
             print_line(
-                f"{rate:10} {share_of_changes(old, new):6.1%}  auto {1e3 * auto:8.2f} ms  / {best} "
-                f"{auto / seconds[best]:.3f}  / raw {auto / seconds['raw']:.3f}  ({used})  "
-                + "  ".join(
-                    f"{name} {1e3 * value:.1f} ms" + (f" 1/{plain / fixed[name][2]:.1f}" if name in fixed else "")
-                    for name, value in seconds.items()
-                )
+                f"{rate:10} {share_of_changes(old, new):6.1%}  auto {1e3 * auto:8.2f} ms  / {best} {within[-1]:.3f}  "
+                f"/ raw {slower[-1]:.3f}  ({used}; chosen in {1e3 * choosing:.2f} ms)  "
+                + "  ".join(f"{name} {1e3 * value:.2f} ms" for name, value in seconds.items())
             )
+    print_line(
+        f"within 5 % of the fastest format: {sum(item <= 1.05 for item in within)} of {len(within)}, at worst "
+        f"{max(within):.3f}; at most 2 % slower than raw: {sum(item <= 1.02 for item in slower)}, at worst "
+        f"{max(slower):.3f}"
+    )
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

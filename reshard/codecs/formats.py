@@ -31,8 +31,6 @@ from reshard.errors import ArgumentError
 
 #: One block of 64 bytes is sampled out of this many, to decide whether a piece is dense.
 SAMPLED_BLOCKS = 64
-#: Time in which zstd sets up its state, once for encoding and once for decoding. For one small piece this is long.
-ZSTD_SECONDS = 2.5e-4
 
 
 def encode_changes(words: np.ndarray, base: np.ndarray, out: np.ndarray, width: int) -> int:
@@ -58,7 +56,6 @@ class Format:
         dtype: the only dtype of the format; "" for any.
         is_timed_by_words: whether the time depends on the number of words, not on that of bytes. Rates are measured on
             words of 2 bytes.
-        setup_seconds: time that encoding takes before the first byte; decoding takes as long.
         dense_format: name of the format that ``encode`` writes where many words changed; "" for none.
         version: function that returns the version of the library on which the bytes depend. It returns "" if they
             depend on none, and None if the library is missing.
@@ -72,7 +69,6 @@ class Format:
     has_base: bool = True
     dtype: str = ""
     is_timed_by_words: bool = False
-    setup_seconds: float = 0.0
     dense_format: str = ""
     version: Callable[[], str | None] = lambda: ""
 
@@ -109,7 +105,6 @@ FORMATS = {
         decode_planes,
         XOR_PLANES,
         planes_ratio,
-        setup_seconds=ZSTD_SECONDS,
         version=lambda: zstd_version() or None,
     ),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,17 +12,17 @@ from reshard.codecs.encoded_ratios import DENSE_SHARES, Sample
 from reshard.codecs.formats import FORMATS
 
 #: Rates are measured at these shares of changed words. Between them, the time of a byte is interpolated linearly.
-SHARES = (0.02, 0.08, 0.5)
+SHARES = (0.02, 0.08, 0.5, 0.95)
 #: ``{format: (rates of encoding, rates of decoding)}``, in plain bytes per second at each of :data:`SHARES`.
 FormatRates = Mapping[str, tuple[tuple[float, ...], ...]]
+#: ``{format: seconds that encoding, and decoding, a region take in addition to the time of its bytes}``.
+SetupSeconds = Mapping[str, tuple[float, ...]]
 #: A format other than raw is chosen only if its predicted time is below this fraction of the raw time.
 MIN_GAIN = 0.97
 #: A sample has about this many blocks of this many bytes, at equal distances.
 NUM_BLOCKS, BLOCK_BYTES = 1024, 64
 #: Smallest distance of the sampled blocks, in blocks.
 MIN_DISTANCE = 4
-#: Seconds that encoding and decoding a region take in addition to the time of its bytes.
-ENCODE_SECONDS, DECODE_SECONDS = 3e-5, 2e-5
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,14 @@ class TransferRates:
         link: rate at which the tensors travel raw.
         formats: rates at which one rank encodes and decodes.
         encoders, decoders: how many times faster than one rank all ranks together encode and decode.
+        setups: times of each region on one rank; 0 for a format that is not there.
     """
 
     link: float
     formats: FormatRates
     encoders: float = 1.0
     decoders: float = 1.0
+    setups: SetupSeconds = field(default_factory=dict)
 
 
 def predict_ratio(name: str, width: int, sample: Sample) -> float:
@@ -53,9 +55,9 @@ def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: Tr
     known = FORMATS[name]
 
     def seconds_per_byte(measured: tuple[float, ...]) -> float:
-        index = 0 if sample.changed < SHARES[1] else 1
+        index = sum(sample.changed >= share for share in SHARES[1:-1])
         low, high = 1 / measured[index], 1 / measured[index + 1]
-        part = (min(sample.changed, SHARES[2]) - SHARES[index]) / (SHARES[index + 1] - SHARES[index])
+        part = (min(sample.changed, SHARES[-1]) - SHARES[index]) / (SHARES[index + 1] - SHARES[index])
         per_byte = max(low + part * (high - low), min(low, high) / 2)
         return per_byte * (2 / width if known.is_timed_by_words else 1)
 
@@ -65,9 +67,8 @@ def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: Tr
         + predict_ratio(name, width, sample) / rates.link
         + seconds_per_byte(decode) / rates.decoders
     )
-    fixed = (ENCODE_SECONDS + known.setup_seconds) / rates.encoders
-    fixed += (DECODE_SECONDS + known.setup_seconds) / rates.decoders
-    return fixed + numel * width * per_byte
+    setups = rates.setups.get(name, (0.0, 0.0))
+    return setups[0] / rates.encoders + setups[1] / rates.decoders + numel * width * per_byte
 
 
 def choose_format(numel: int, width: int, sample: Sample, rates: TransferRates, formats: Collection[str]) -> str:

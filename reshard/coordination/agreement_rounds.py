@@ -34,7 +34,7 @@ from reshard.coordination.groups.agreement_messages import (
     describe_error,
     parse_error,
 )
-from reshard.coordination.groups.joining import check_claims
+from reshard.coordination.groups.joining import check_claims, find_two_jobs, name_job
 from reshard.coordination.groups.process_group import RESUME_SECONDS, Group
 from reshard.coordination.groups.store import LOST_STORE_SECONDS, ForeignValueError, Store, StoreSilentError
 from reshard.coordination.hub_and_spokes import DeadlineError, Hub, Spoke
@@ -194,7 +194,8 @@ class AgreementRounds:
         """The decision of one round."""
         self.group.attempts += 1
         self.group.last_members = self.members
-        request = replace(args.request, attempt=self.group.attempts)
+        job = name_job(self.group) if self.num_rounds <= 2 else ""
+        request = replace(args.request, attempt=self.group.attempts, job=job)
         args = replace(args, request=add_call_counts(request, self.group, self.members))
         try:
             with contextlib.suppress(StoreSilentError):  # checked again while waiting
@@ -273,7 +274,12 @@ class AgreementRounds:
             received = {rank: RoundRequest.from_json(hub.pending[rank][1]) for rank in hub.pending if rank not in lost}
             received[args.request.rank] = args.request
             requests = [received[rank] for rank in self.members if rank in received]
-            decision = find_lagging(requests, self.members) or find_round_mismatch(requests) or args.decide(requests)
+            decision = (
+                find_two_jobs(self.group, requests)
+                or find_lagging(requests, self.members)
+                or find_round_mismatch(requests)
+                or args.decide(requests)
+            )
             attempts = {request.rank: request.attempt for request in requests}
             if not args.fault_tolerant:
                 return replace(decision, attempts=attempts)

@@ -35,9 +35,9 @@ def compress_tensor(spec: TensorSpec, codec: ElementCodec, wire_dtype: str | Non
         The encoded tensor; or ``spec`` with :attr:`TensorSpec.raw_because` set if the codec cannot encode it, or would
         not make it smaller.
     """
-    raw_bytes = math.prod(spec.shape) * ITEMSIZE[wire_dtype or spec.dtype]
     if spec.dtype not in CODED_DTYPES:
         return replace(spec, raw_because=f"{codec.name} encodes {', '.join(CODED_DTYPES)}, not {spec.dtype}")
+    raw_bytes = math.prod(spec.shape) * ITEMSIZE[wire_dtype or spec.dtype]
     if raw_bytes < MIN_CODED_BYTES:
         return replace(spec, raw_because=f"its {raw_bytes} bytes are fewer than {MIN_CODED_BYTES}")
     best: tuple[int, ElementCodec, int] | None = None

@@ -27,7 +27,7 @@ from reshard.weights.route import NUM_SHARES, Route, RouteOptions
 
 Arrays = Mapping[str, torch.Tensor]
 #: Versions for which the formats of regions are kept.
-MAX_KEPT = 8
+MAX_KEPT = 16
 #: Largest number of rounds of a version; more would take longer than they save.
 MAX_ROUNDS = 4096
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
+import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from reshard.codecs.delta import word_width
 from reshard.codecs.encoded_ratios import Sample
 from reshard.codecs.formats import FORMATS, known_formats
 from reshard.codecs.lossless_choice import (
-    DECODE_SECONDS,
-    ENCODE_SECONDS,
     MIN_GAIN,
+    SetupSeconds,
     TransferRates,
     choose_format,
     predict_seconds,
@@ -23,19 +25,24 @@ from reshard.codecs.rates import measure_format_rates, slowest_rates
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
-from reshard.weights.encoded_regions import sample_region
+from reshard.weights.encoded_regions import decode_region, encode_region, largest_size, sample_region
 
 #: Values of ``compression=`` of a Publisher, and whether the format of a region may refer to the version before.
 COMPRESSIONS = {"delta": True, "lossless": False}
 #: The rate of the link is the median of at most this many transfers.
 MAX_LINK_RATES = 5
-#: A region that takes less time than this on the link travels raw. A comparison of formats would take too long for it.
+#: A region that takes less time than this on the link travels as SMALL_FORMAT if there is a base: a comparison of
+#: formats would take too long for it.
 MIN_REGION_SECONDS = 5e-5
+#: A format that takes hardly longer than raw for a small region, and hardly more bytes, whatever has changed.
+SMALL_FORMAT = "delta"
 #: Largest number of versions that are sent raw without a new comparison. Each comparison that ends in raw doubles the
 #: number.
 MAX_PAUSE = 32
 #: The rate of the link is measured only on transfers of at least this part of the plain bytes. Others are too short.
 MIN_PART = 1 / 16
+#: Words of a small region, and how often each format codes it; the median counts.
+SETUP_WORDS, SETUP_RUNS = 64, 15
 
 
 def check_compression(compression: Any) -> str | None:
@@ -55,8 +62,37 @@ def keeps_base(compression: str | None) -> bool:
 
 
 def report_formats() -> dict[str, Any]:
-    """The report of a rank to the others: the formats that it knows, and its rates of encoding and decoding."""
-    return {"known": known_formats(), "rates": measure_format_rates()}
+    """The report of a rank to the others: the formats that it knows, and its times of encoding and decoding."""
+    return {"known": known_formats(), "rates": measure_format_rates(), "setups": measure_setups()}
+
+
+@functools.cache
+def measure_setups() -> SetupSeconds:
+    """The times of encoding and of decoding a small region in all formats of this process; measured once per process.
+
+    As for :func:`reshard.codecs.rates.measure_format_rates`, they include the time in which threads wait for a core.
+    """
+    begun, begun_cpu = time.perf_counter(), time.thread_time()
+    setups = time_setups()
+    busy = (time.thread_time() - begun_cpu) / (time.perf_counter() - begun)
+    return {name: tuple(seconds / busy for seconds in sides) for name, sides in setups.items()}
+
+
+def time_setups() -> SetupSeconds:
+    """The times of encoding and of decoding a small region in all formats, on a core that does nothing else."""
+    new = torch.arange(SETUP_WORDS, dtype=torch.int16, device="cpu").view(1, -1).view(torch.bfloat16)
+    base, out = torch.zeros_like(new), np.empty(largest_size(new), dtype=np.uint8)
+    setups = {}
+    for name in known_formats():
+        seconds = []
+        for _ in range(SETUP_RUNS):
+            target, begun = base.clone(), time.thread_time()
+            encode_region(new, base, name, out)
+            encoded = time.thread_time()
+            decode_region(out, target)
+            seconds.append((encoded - begun, time.thread_time() - encoded))
+        setups[name] = tuple(statistics.median(side) for side in zip(*seconds, strict=True))
+    return setups
 
 
 class FormatChoice:
@@ -70,6 +106,7 @@ class FormatChoice:
         self._allowed = allowed
         self._formats: tuple[str, ...] = ()
         self._rates: Mapping[str, Any] = {}
+        self._setups: SetupSeconds = {}
         self._encoders = self._decoders = 1.0
         self._pause = self._left = 0  # versions without a comparison: in the last pause, and left in this one
         self._link_rates: list[float] = []
@@ -93,6 +130,10 @@ class FormatChoice:
             and all(formats.get(name) == known[0][name] for formats in known)
         )
         self._rates = slowest_rates([report["rates"] for report in reports.values()])
+        setups = [report["setups"] for report in reports.values()]
+        self._setups = {
+            name: tuple(max(seconds[name][side] for seconds in setups) for side in range(2)) for name in self._formats
+        }
         # a rank that missed a version knows another rate, and holders of a region must choose alike
         link_rates = [report["link_rate"] for report in reports.values() if report.get("link_rate") is not None]
         self._link_rates, self._first_rate = [], link_rates[0] if link_rates else None
@@ -135,7 +176,7 @@ class FormatChoice:
             return False
         if self.link_rate is None or not self._rates:
             return True
-        rates = TransferRates(self.link_rate, self._rates, self._encoders, self._decoders)
+        rates = self._transfer_rates(self.link_rate)
         unchanged = Sample(0.0, 1.0)
         encoded = [predict_seconds(name, 2**20, 2, unchanged, rates) for name in self._formats if name != "raw"]
         return min(encoded, default=float("inf")) < MIN_GAIN * 2**21 / self.link_rate
@@ -157,8 +198,13 @@ class FormatChoice:
             return "raw", 0.0
         raw = nbytes / self.link_rate
         if raw < MIN_REGION_SECONDS:
-            return "raw", (MIN_GAIN - 1) * raw - ENCODE_SECONDS / self._encoders - DECODE_SECONDS / self._decoders
-        rates = TransferRates(self.link_rate, self._rates, self._encoders, self._decoders)
+            name = SMALL_FORMAT if SMALL_FORMAT in allowed else "raw"
+            encode, decode = self._setups.get(name, (0.0, 0.0))
+            return name, (MIN_GAIN - 1) * raw - encode / self._encoders - decode / self._decoders
+        rates = self._transfer_rates(self.link_rate)
         sample = sample_region(region, base)
         name = choose_format(nbytes // width, width, sample, rates, allowed)
         return name, MIN_GAIN * raw - predict_seconds(name, nbytes // width, width, sample, rates)
+
+    def _transfer_rates(self, link_rate: float) -> TransferRates:
+        return TransferRates(link_rate, self._rates, self._encoders, self._decoders, self._setups)

@@ -7,6 +7,7 @@ from typing import Any
 
 from reshard.errors import ArgumentError
 from reshard.formatting import brief, count_of
+from reshard.sharding import check_integer
 
 from ..runtime.data_parallel import check_frozen
 from ..runtime.engine import Engine
@@ -28,6 +29,9 @@ from .partition.batches import (
 )
 from .partition.stage_mesh import num_samples_of_loss
 from .stage_planner import StagePlanner
+
+#: Limit on the samples of a batch.
+MAX_SAMPLES = 2**26
 
 
 class Feeder:
@@ -67,8 +71,7 @@ class Feeder:
         failure: Exception | None = None
         digests: dict[str, int] = {}
         try:
-            if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-                raise ArgumentError(f"accumulate is {brief(accumulate)}; it must be a positive integer")
+            accumulate = check_integer(accumulate, "accumulate", 1, MAX_SAMPLES)
             for name, flag in (("local_batch", is_local), ("timeline", is_measured)):
                 if not isinstance(flag, bool):
                     raise ArgumentError(f"{name} is {brief(flag)}; it must be True or False")

@@ -24,7 +24,7 @@ from ..simulation.replay import PipelineTimeline, simulate_schedule
 from ..simulation.schedule_lower_bound import LowerBound, find_lower_bound
 from . import checkpoint
 from .dry_run import DryRun, ShardModule
-from .feeding import Feeder
+from .feeding import MAX_SAMPLES, Feeder
 from .gradient_norm import LossScale, are_finite, check_clip, combine_norm, local_power_sum, scale_gradients
 from .partition.batches import BatchOutline, take_samples, take_unused_sample
 from .partition.stage_mesh import ranks_with_own_loss
@@ -64,10 +64,6 @@ class CompileOptions:
     policy: Policy | None = None
     shards: Mapping[int, ShardModule | None] = field(default_factory=dict)
     sequence_parts: Mapping[int, int] = field(default_factory=dict)
-
-
-#: Limit on the samples whose indices :meth:`PipelineEngine.local_samples` lists.
-MAX_SAMPLES = 2**26
 
 
 class PipelineEngine:

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from reshard.planner import AUTO, STRATEGIES
 from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.cpu.program_executor import NOTIFY_TAG
 from reshard.runtime.transport.connections import GlooTransport
+from reshard.runtime.transport.shared_memory import SHARED_MEMORY_VARIABLE, SharedMemory
 from reshard.topology.topology import Host, Link
 
 TIMEOUT_SECONDS = 2.0
@@ -242,25 +243,29 @@ def _strike(run: Run) -> None:
             subprocess.run(["ip", "link", "set", "nic0", "down"], check=True)
 
     count, sends = [0], [0]
-    plain_send, plain_recv = GlooTransport.send, GlooTransport.recv
+
+    def counted(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def post(*arguments: Any) -> Any:
+            count[0] += 1
+            if count[0] == run.moment:
+                act()
+            return plain(*arguments)
+
+        return post
+
+    plain_send = GlooTransport.send
 
     def send(self: GlooTransport, buffer: torch.Tensor, rank: int, tag: int) -> Any:
-        count[0] += 1
-        if count[0] == run.moment:
-            act()
         sends[0] += tag < NOTIFY_TAG  # a message with tensor data
         if run.fault == "byte flipped" and sends[0] == 1 and tag < NOTIFY_TAG:
             buffer = buffer.clone()
             buffer[buffer.numel() // 2] ^= 1
         return plain_send(self, buffer, rank, tag)
 
-    def recv(self: GlooTransport, buffer: torch.Tensor, rank: int, tag: int) -> Any:
-        count[0] += 1
-        if count[0] == run.moment:
-            act()
-        return plain_recv(self, buffer, rank, tag)
-
-    GlooTransport.send, GlooTransport.recv = send, recv  # type: ignore[method-assign]
+    GlooTransport.send = send  # type: ignore[method-assign]
+    for owner in (GlooTransport, SharedMemory):
+        for name in ("send", "recv"):
+            setattr(owner, name, counted(getattr(owner, name)))
 
 
 def _bytes(array: torch.Tensor) -> torch.Tensor:
@@ -313,6 +318,8 @@ def take_part(rank: int, run: Run) -> dict[str, Any] | None:
     """Execute the run on one rank and return its outcome; None if the rank is in no layout."""
     if rank not in (*run.src.ranks, *run.dst.ranks):
         return None
+    if run.fault == "byte flipped" and rank == run.victim:
+        os.environ[SHARED_MEMORY_VARIABLE] = "0"  # its messages pass the patched transport
     store = _SecondStore(run, rank) if run.fault == "store lost" else None
     group = None if store is None else store.group
     source, wanted = (shard_of_positions(layout, rank, run.shape, run.dtype) for layout in (run.src, run.dst))

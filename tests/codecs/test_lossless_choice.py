@@ -8,17 +8,24 @@ import pytest
 from reshard.codecs.delta import HEADER_BYTES
 from reshard.codecs.encoded_ratios import Sample
 from reshard.codecs.formats import FORMATS, known_formats
-from reshard.codecs.lossless_choice import TransferRates, choose_format, predict_ratio, predict_seconds, take_sample
+from reshard.codecs.lossless_choice import (
+    SHARES,
+    TransferRates,
+    choose_format,
+    predict_ratio,
+    predict_seconds,
+    take_sample,
+)
 from reshard.codecs.rates import measure_format_rates, slowest_rates
 
 NUM_WORDS = 2**20
 #: About those of one core, in bytes per second.
 MEASURED = {
-    "raw": ((12e9,) * 3, (12e9,) * 3),
-    "bf16-lossless": ((6e9,) * 3, (7e9,) * 3),
-    "delta": ((6e9, 2.5e9, 4e9), (12e9, 5e9, 4e9)),
-    "bitmap": ((4e9,) * 3, (4e9,) * 3),
-    "xor-zstd": ((1e9, 0.7e9, 0.4e9), (2e9, 1.5e9, 0.8e9)),
+    "raw": ((12e9,) * 4, (12e9,) * 4),
+    "bf16-lossless": ((6e9,) * 4, (7e9,) * 4),
+    "delta": ((6e9, 2.5e9, 4e9, 4e9), (12e9, 5e9, 4e9, 4e9)),
+    "bitmap": ((4e9,) * 4, (4e9,) * 4),
+    "xor-zstd": ((1e9, 0.7e9, 0.4e9, 0.4e9), (2e9, 1.5e9, 0.8e9, 0.8e9)),
 }
 
 
@@ -72,6 +79,15 @@ def test_the_choice_is_never_predicted_to_be_slower_than_raw_or_far_from_the_fas
         assert chosen <= seconds["raw"] and chosen <= min(seconds.values()) / 0.97
 
 
+def test_the_time_of_a_share_lies_between_those_of_the_measured_shares_beside_it():
+    rates = {"bitmap": ((4e9, 2e9, 4e9, 1e9),) * 2}
+    seconds = []
+    for changed in (*SHARES, 0.725, 1.0):
+        sample = Sample(changed, 1.0)
+        seconds.append(predict_seconds("bitmap", 2**20, 2, sample, TransferRates(1e30, rates)) * 1e9 / 2**22)
+    assert seconds == pytest.approx([1 / 4, 1 / 2, 1 / 4, 1.0, (1 / 4 + 1.0) / 2, 1.0])
+
+
 def test_samples_cover_the_tensor_and_are_the_same_on_all_ranks():
     base = np.zeros(2**22, np.uint16)
     words = base.copy()
@@ -87,6 +103,8 @@ def test_rates_are_those_of_the_slowest_rank_for_formats_that_all_have():
     rates = measure_format_rates()
     assert rates is measure_format_rates() and set(rates) >= {"raw", "delta", "bitmap", "bf16-lossless"}
     assert all(rate > 1e6 for sides in rates.values() for side in sides for rate in side)
-    slow = {"raw": ((1e9, 9e9, 3e9), (2e9, 1e9, 1e9)), "delta": ((1.0,) * 3,) * 2}
-    fast = {"raw": ((2e9,) * 3, (2e9,) * 3), "bitmap": ((1.0,) * 3,) * 2}
-    assert slowest_rates([slow, fast]) == {"raw": ((1e9, 2e9, 2e9), (2e9, 1e9, 1e9))} and slowest_rates([]) == {}
+    slow = {"raw": ((1e9, 9e9, 3e9, 3e9), (2e9, 1e9, 1e9, 1e9)), "delta": ((1.0,) * 4,) * 2}
+    fast = {"raw": ((2e9,) * 4, (2e9,) * 4), "bitmap": ((1.0,) * 4,) * 2}
+    assert (
+        slowest_rates([slow, fast]) == {"raw": ((1e9, 2e9, 2e9, 2e9), (2e9, 1e9, 1e9, 1e9))} and slowest_rates([]) == {}
+    )

@@ -183,3 +183,32 @@ def _train_then_close(rank, num_replicas):
 
 def test_engine_stops_when_its_group_closes():
     assert run_processes(_train_then_close, 3, 2) == [[]] * 3
+
+
+def _interrupt_close(rank, port):
+    with _joined(rank, port, "first") as group:
+        _move(rank, group)
+    del group
+    before = _count_resources()
+    group = _joined(rank, port, "second")
+    _move(rank, group)
+    (call_group,) = group.call_groups.values()
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    call_group.rounds.links.close = interrupt
+    del call_group
+    with pytest.raises(KeyboardInterrupt):
+        group.close()
+    group.close()
+    end = time.monotonic() + 10
+    while any(now > then for now, then in zip(_count_resources(), before, strict=True)) and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.05)
+    return before, _count_resources()
+
+
+def test_an_interrupted_close_of_a_group_leaves_nothing_open():
+    for before, after in run_processes(_interrupt_close, 2, init_group=False):
+        assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)

@@ -69,6 +69,36 @@ def test_two_jobs_that_join_as_one_group_never_share_data():
         assert isinstance(text, str) and "two processes joined" in text
 
 
+def _join_as_job(process, port, num_ranks, late_seconds, prefix):
+    """Two jobs of two ranks, of which rank 0 of one and rank 1 of the other call first. A launcher started each job."""
+    job, rank = divmod(process, 2)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(29500 + job)}
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    place, alone = (rank, Layout(Mesh.of("2"), "S0 R")) if num_ranks == 2 else (process, Layout(Mesh.of("4"), "S0 R"))
+    if num_ranks == 2:
+        time.sleep(0.0 if job == rank else late_seconds)
+    with reshard.join(dist.PrefixStore(prefix, store), place, num_ranks) as group:
+        columns = Layout(alone.mesh, "R S0")
+        source = torch.full((2, 4), 1000.0 * job + rank)
+        text = result_or_error(
+            lambda: reshard.reshard(source, alone, columns, group=group, timeout_seconds=10).tolist()
+        )
+        store.set(f"{prefix}/done/{process}", "")
+        store.wait([f"{prefix}/done/{number}" for number in range(4)])
+        return text
+
+
+def test_two_jobs_of_launchers_never_share_data_however_late_their_other_ranks_join():
+    results = run_processes(_join_as_job, 4, 2, 0.8, "late", init_group=False)
+    assert all(isinstance(text, str) for text in results), results
+    assert "rank 0 and rank 1 are of different jobs" in results[0] == results[3]
+
+
+def test_two_jobs_of_launchers_form_one_group_of_both():
+    results = run_processes(_join_as_job, 4, 4, 0.0, "both", init_group=False)
+    assert [row[0] for row in results[0]] == [0.0, 0.0, 1.0, 1.0, 1000.0, 1000.0, 1001.0, 1001.0]
+
+
 def _claim_slowly(rank, port):
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     answers = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import random
@@ -217,6 +218,10 @@ def test_all_ranks_use_gloo_if_one_cannot_share_memory(name):
     assert run_processes(check_fallback, 3, name) == [0] * 3
 
 
+def refuse_memory(*_):
+    raise OSError(errno.ENOSPC, "the system commits no more memory")
+
+
 def check_limits(rank, kind):
     if rank == 1 and kind == "before":
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -229,6 +234,8 @@ def check_limits(rank, kind):
     part = torch.ones(10_000_000)
     if rank == 1 and kind == "file":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    elif rank == 1 and kind == "committed":
+        host_collectives.os.posix_fallocate = refuse_memory
     elif rank == 1:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000,) * 2)  # enough for the result alone
@@ -242,7 +249,7 @@ def check_limits(rank, kind):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", ["before", "file", "memory"])
+@pytest.mark.parametrize("kind", ["before", "file", "memory", "committed"])
 def test_limits_of_a_process_are_named_and_before_the_grid_they_mean_gloo(kind):
     run_processes(check_limits, 2, kind)
 

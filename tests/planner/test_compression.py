@@ -62,6 +62,12 @@ def test_auto_decides_for_tensors_of_each_layout_and_dtype():
     assert predict(plan, rates).seconds <= predict(uniform, INT8).seconds
 
 
+def test_an_encoded_tensor_is_not_encoded_again():
+    rows, columns = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
+    plan = make_plan(rows, columns, (64, 4096), "int8x128", compression="int8x128")
+    assert plan.tensors[0].raw_because.endswith("not int8x128")
+
+
 def test_auto_uses_no_lossy_codec_unless_asked_for_an_error():
     assert "only if max_error is given" in _choose(0.1, INT8, max_error=None).raw_because
     assert "usual error of every codec is above 0.001" in _choose(0.1, INT8, max_error=0.001).raw_because

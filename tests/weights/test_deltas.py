@@ -207,7 +207,9 @@ def _fast_link(rank, _, store):
         model = _parts(0, cut)
         if rank == 0:
             with _trainer(model, raw) as publisher:
-                publisher._sender._choice.agree({0: {"known": {"raw": "", "delta": ""}, "rates": RATES}})
+                publisher._sender._choice.agree(
+                    {0: {"known": dict.fromkeys(RATES, ""), "rates": RATES, "setups": SETUPS}}
+                )
                 _wait_for(raw, "ready")
                 for version in (1, 2):
                     _write(model, version, cut)
@@ -221,7 +223,8 @@ def _fast_link(rank, _, store):
             assert _holds(model, 2, cut)
 
 
-RATES = {name: [[1e10] * 3] * 2 for name in ("raw", "delta")}
+RATES = {name: [[1e10] * 4] * 2 for name in ("raw", "delta")}
+SETUPS = dict.fromkeys(RATES, (1e-5, 1e-5))
 
 
 def test_nothing_is_compared_where_no_format_can_pay():

@@ -10,7 +10,7 @@ from reshard.api.lossless.regions import bytes_of
 from reshard.codecs.formats import FORMATS, known_formats
 from reshard.errors import ArgumentError
 from reshard.weights import encoded_regions
-from reshard.weights.format_choice import FormatChoice, report_formats
+from reshard.weights.format_choice import FormatChoice, measure_setups, report_formats
 
 SHAPES = [(), (1,), (7,), (0, 3), (5, 300), (3, 4, 50), (2, 3000)]
 
@@ -78,7 +78,8 @@ def _choice():
         1: {"known": {"raw": "", "delta": "", "bitmap": ""}, "rates": {}},
     }
     for report in reports.values():
-        report["rates"] = {name: [[5e9] * 3] * 2 for name in report["known"]}
+        report["rates"] = {name: [[5e9] * 4] * 2 for name in report["known"]}
+        report["setups"] = {name: [3e-5, 2e-5] for name in report["known"]}
     choice.agree(reports)
     return choice
 
@@ -95,7 +96,32 @@ def test_choice_follows_the_link_and_never_names_a_format_that_a_rank_lacks():
         choice.add_transfer(10**6, 1e-6, 10**6, is_first=False)
     choice.add_transfer(10, 1.0, 10**6, is_first=False)  # too few bytes to tell
     assert choice.link_rate == 1e12 and not choice.may_pay()
-    assert choice.choose(new, base)[0] == "raw"
+    assert choice.choose(new, base)[1] < 0
+
+
+def test_small_regions_are_not_left_out_where_differences_pay():
+    choice = _choice()
+    choice.add_transfer(10**6, 0.5, 10**6, is_first=True)
+    new, base = _pair((32,), torch.bfloat16)
+    name, saved = choice.choose(new, base)  # 32 us on the link
+    assert name == "delta" and -1e-4 < saved < 0
+    assert choice.choose(new, None)[0] == "raw"
+
+
+def test_times_of_small_regions_are_measured_and_those_of_the_slowest_rank_count():
+    setups = measure_setups()
+    assert setups is measure_setups() and setups.keys() == known_formats().keys()
+    assert all(1e-7 < seconds < 0.1 for sides in setups.values() for seconds in sides)
+    new, base = _pair((100, 100), torch.bfloat16)
+    saved = []
+    for slowest in (1e-5, 1e-2):  # a rank whose small regions take longer than the link
+        choice = FormatChoice()
+        reports = {rank: {**report_formats(), "rates": {name: [[5e9] * 4] * 2 for name in setups}} for rank in range(2)}
+        reports[1]["setups"] = {name: [slowest] * 2 for name in setups}
+        choice.agree(reports)
+        choice.add_transfer(10**6, 1.0, 10**6, is_first=True)
+        saved.append(choice.choose(new, base)[1])
+    assert saved[0] > 0 > saved[1]
 
 
 def test_comparisons_that_end_in_raw_become_rare():

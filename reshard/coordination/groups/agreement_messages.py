@@ -85,6 +85,7 @@ class RoundRequest:
             call.
         purpose: purpose of the round; "" for an ordinary call that is not fault tolerant.
         caller: the calling thread.
+        job: name of the job that should be the whole joined group, in the first rounds; "" if there is none.
         payload: data for all other ranks.
     """
 
@@ -102,6 +103,7 @@ class RoundRequest:
     other_calls: dict[str, int] = field(default_factory=dict)
     purpose: str = ""
     caller: Caller = field(default_factory=Caller)
+    job: str = ""
     payload: Any = None
 
     def to_json(self) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 A process claims its rank in the store when it joins, or in its first call if the store is slow, and publishes an error
 if another process has claimed it. The other ranks look for such an error before their first two rounds with a set of
 ranks, while they wait in a round, and with each heartbeat. A rank that has read it raises it in all later calls.
+
+If two jobs join as one group by mistake, one rank of each may call before the others claim theirs. The variables of
+their launchers tell: each job has as many ranks as the group, and each process joined as its own rank in its job.
 """
 
 from __future__ import annotations
@@ -10,15 +13,18 @@ from __future__ import annotations
 import contextlib
 import json
 import operator
+import os
+import socket
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from reshard.coordination.groups.agreement_messages import read_json
+from reshard.coordination.groups.agreement_messages import Decision, RoundRequest, read_json
 from reshard.coordination.groups.process_group import Group, own_client
 from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
 from reshard.errors import ArgumentError
-from reshard.formatting import brief
+from reshard.formatting import brief, describe_ranks
 from reshard.sharding import MAX_RANK, check_integer
 
 _DUPLICATE = "duplicate"
@@ -77,6 +83,41 @@ def check_claims(group: Group) -> None:
     read_claim_error(group)
     if group.claim_error:
         raise ArgumentError(group.claim_error)
+
+
+def name_job(group: Group) -> str:
+    """A name of the job that a launcher such as torchrun started, if it should be the whole joined group; else "".
+
+    The name is the same on all ranks of a job. Other jobs have other names if they run at the same time on one host, or
+    if their launcher gives them an id.
+    """
+    variables = os.environ
+    if group.process_group is not None or "MASTER_PORT" not in variables:
+        return ""
+    if [variables.get("RANK"), variables.get("WORLD_SIZE")] != [str(group.rank), str(group.size)]:
+        return ""
+    hostname = socket.gethostname() if variables.get("LOCAL_WORLD_SIZE") == str(group.size) else ""
+    return f"{variables.get('TORCHELASTIC_RUN_ID', '')} {variables['MASTER_PORT']} {hostname}"
+
+
+def find_two_jobs(group: Group, requests: Sequence[RoundRequest]) -> Decision | None:
+    """An error decision, which is also published, if the ranks of a round are of jobs of which each is the whole group.
+
+    None if they are of one job, or if a rank does not know that its job should be the whole group.
+    """
+    ranks: dict[str, list[int]] = {}
+    for request in requests:
+        ranks.setdefault(request.job, []).append(request.rank)
+    if "" in ranks or len(ranks) < 2:
+        return None
+    jobs = " and ".join(describe_ranks(item) for item in ranks.values())
+    text = (
+        f"{len(ranks)} jobs joined one {group}: {jobs} are of different jobs, and each job has {group.size} ranks; "
+        "each job needs a PrefixStore with its own prefix, and a group of two jobs the world_size of both together"
+    )
+    with contextlib.suppress(StoreSilentError):  # ranks that join later would not learn of it
+        group.store.set(_DUPLICATE, text)
+    return Decision(error=(ArgumentError.__name__, text))
 
 
 def _describe_holder(group: Group, key: str, holder: bytes) -> str:

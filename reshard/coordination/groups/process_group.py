@@ -87,17 +87,20 @@ class GroupResources:
         if self.is_released or self._pid != os.getpid():
             return
         self.is_released = True
-        for user in self.users():
-            user.release()
-        if self.monitor is not None:
-            self.monitor.end()
         call_groups = list(self.call_groups.values())
-        for call_group in call_groups:
-            call_group.begin_close()
-        for call_group in call_groups:
-            call_group.close()
-        self.call_groups.clear()
-        self.store.close()
+        with (
+            contextlib.ExitStack() as steps
+        ):  # takes them from last to first; an interrupt of one does not prevent others
+            steps.callback(self.store.close)
+            steps.callback(self.call_groups.clear)
+            for call_group in call_groups:
+                steps.callback(call_group.close)
+            for call_group in call_groups:
+                steps.callback(call_group.begin_close)
+            if self.monitor is not None:
+                steps.callback(self.monitor.end)
+            for user in self.users():
+                steps.callback(user.release)
 
     def join(self) -> None:
         """Wait for the threads to end."""

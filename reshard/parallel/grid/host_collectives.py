@@ -107,6 +107,7 @@ class HostCollectives:
         #: Messages that not all ranks have read, and offsets of free buffers by their capacity.
         self._written: dict[int, tuple[int, int]] = {}
         self._free: dict[int, list[int]] = {}
+        self._reserved: dict[int, int] = {}  # bytes of memory that the file has at an offset
         #: Collectives whose messages this rank has not read.
         self._unread: dict[int, weakref.ref[PostedCollective]] = {}
 
@@ -204,11 +205,16 @@ class HostCollectives:
                 )
             )
         capacity = max(mmap.PAGESIZE, 1 << (nbytes - 1).bit_length())
-        if self._free.get(capacity):
-            return self._free[capacity].pop(), capacity
-        offset, self._end = self._end, self._end + capacity
+        descriptor = self._descriptors[self._index]
         try:
-            os.ftruncate(self._descriptors[self._index], self._end)
+            if self._free.get(capacity):
+                offset = self._free[capacity].pop()
+            else:
+                offset, self._end = self._end, self._end + capacity
+                os.ftruncate(descriptor, self._end)
+            if nbytes > self._reserved.get(offset, 0):  # without memory, a write would end the process by SIGBUS
+                os.posix_fallocate(descriptor, offset, nbytes)
+                self._reserved[offset] = nbytes
         except OSError as error:
             raise self._no_memory(self._index, capacity, error) from error
         return offset, capacity

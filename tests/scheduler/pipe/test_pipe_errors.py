@@ -172,7 +172,8 @@ def use_wrongly(rank):
         for kind, message, batch in wrong:
             fails(kind, message, lambda batch=batch: engine.step(batch))
             fails(kind, message, lambda batch=batch: engine.evaluate(batch))
-        fails(ArgumentError, "accumulate is 0; it must be a positive integer", lambda: engine.step(good, accumulate=0))
+        for number in (0, 10**5000):
+            fails(ArgumentError, "must be an integer from 1 to", lambda n=number: engine.step(good, accumulate=n))
         tensor = torch.ones(2)
         for name, usual in (("accumulate", 1), ("local_batch", False)):
             options = {name: usual if rank else tensor}
