@@ -15,7 +15,8 @@ struct Rows {
 };
 
 // Messages [first:started] of a stream have started and not arrived; those before `released` have left the window of
-// their queue. All are positions in its row of messages.
+// their queue. The three numbers are positions in the stream's row of
+// messages.
 struct Stream {
     int64_t first = 0, released = 0, started = 0;
     double unreleased_bytes = 0; // left to send, up to the end of the next message to be released

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -36,8 +37,7 @@ from reshard.planner.strategy_registry import STRATEGIES
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology
 
-#: The strategies that ``auto`` can plan, by name. ``_Choice.others`` decides which of them it tries. ``_SEARCHES`` has
-#: further orders of broadcast_search.
+#: The strategies that ``auto`` can plan, by name. ``_Choice.others`` decides which of them it tries.
 CANDIDATES: dict[str, Strategy] = {
     **STRATEGIES,
     "multicast_near": multicast_near,
@@ -45,26 +45,43 @@ CANDIDATES: dict[str, Strategy] = {
     "multicast_in_parts": multicast_in_parts,
     "multicast_from_fast": multicast_from_fast,
 }
-#: Arguments of :func:`schedule_chunks` for the multicast variants that share one workload.
-_VARIANTS: dict[str, dict[str, bool]] = {
-    "multicast": {},
-    "multicast_near": {"near_first": True},
-    "multicast_from_partners": {"keeps_partners": True},
+
+
+@dataclass(frozen=True, slots=True)
+class _CandidateRule:
+    """The way in which ``auto`` plans a candidate, if it does more than call the function in :data:`CANDIDATES`.
+
+    Attributes:
+        strategy: name of the strategy of the plan.
+        chunk_options: arguments of :func:`schedule_chunks`, for candidates that share the workload of multicast.
+        search_steps: steps of broadcast_search.
+        max_regions: limit on regions, for strategies that spend tens of microseconds on each.
+    """
+
+    strategy: str
+    chunk_options: dict[str, bool] | None = None
+    search_steps: int | None = None
+    max_regions: int | None = None
+
+
+#: The rules by name of the candidate, broadcasts in the order in which they are tried. The full search takes much
+#: longer and is rarely better: ``auto`` tries it only with more than ``_FEW_RANKS`` ranks, and only if a shorter search
+#: has found the best plan so far.
+_RULES = {
+    "multicast": _CandidateRule("multicast", chunk_options={}),
+    "multicast_near": _CandidateRule("multicast", chunk_options={"near_first": True}),
+    "multicast_from_partners": _CandidateRule("multicast", chunk_options={"keeps_partners": True}),
+    "multicast_in_parts": _CandidateRule("multicast"),
+    "multicast_from_fast": _CandidateRule("multicast"),
+    "broadcast_naive": _CandidateRule("broadcast_naive", max_regions=20_000),
+    "broadcast_size": _CandidateRule("broadcast_size", max_regions=20_000),
+    "broadcast_greedy": _CandidateRule("broadcast_greedy", max_regions=10_000),
+    "broadcast_search": _CandidateRule("broadcast_search", search_steps=100, max_regions=1_000),
+    "broadcast_search_longer": _CandidateRule("broadcast_search", search_steps=400),
+    "broadcast_search_full": _CandidateRule("broadcast_search", search_steps=SEARCH_STEPS),
 }
-#: Steps of broadcast_search, by name. The full search takes much longer and is rarely better. ``auto`` tries the full
-#: search only with more than ``_FEW_RANKS`` ranks, and only if a shorter search has found the best plan so far.
-_SEARCHES = {"broadcast_search": 100, "broadcast_search_longer": 400, "broadcast_search_full": SEARCH_STEPS}
 #: Smallest number of regions for the longer searches. With fewer regions, 100 steps cover most orders.
 _FEWEST_FOR_LONGER = 5
-#: Names of plans made by variants.
-_NAMES = {
-    "multicast_near": "multicast",
-    "multicast_from_partners": "multicast",
-    "multicast_in_parts": "multicast",
-    "multicast_from_fast": "multicast",
-    "broadcast_search_longer": "broadcast_search",
-    "broadcast_search_full": "broadcast_search",
-}
 #: Two plans whose times differ by less than this fraction count as equally fast. The plan with fewer messages wins.
 _MARGIN = 0.005
 #: Stop the search when the best plan is at most this fraction above the lower bound of all strategies.
@@ -94,13 +111,6 @@ _KNOWN_UP_TO = 1.4
 #:    of the other plan.
 #: 2. The other plan follows, then the first again. Each cutoff is ``_CUTOFF_GROWTH`` times the cutoff before.
 _FIRST_CUTOFF, _CUTOFF_GROWTH = 1.05, 1.5
-#: Limit on regions, by strategy. These strategies spend tens of microseconds on each region.
-_MAX_REGIONS = {
-    "broadcast_naive": 20_000,
-    "broadcast_size": 20_000,
-    "broadcast_greedy": 10_000,
-    "broadcast_search": 1_000,
-}
 #: Limit on the work of broadcast_search, in units of a microsecond, with more than ``_FEW_RANKS`` ranks. With at most
 #: so many ranks, the limit is a quarter of this.
 _MAX_SEARCH_WORK, _FEW_RANKS = 2**17, 64
@@ -153,7 +163,7 @@ class _Choice:
                 self.compare(name, *self.plan(name))
         self.try_gathered()
         assert self.best is not None
-        return _NAMES.get(self.name, self.name), self.best
+        return _RULES[self.name].strategy if self.name in _RULES else self.name, self.best
 
     def try_gathered(self) -> None:
         """Try to gather regions inside the sending hosts, which the bounds of the other strategies do not count."""
@@ -237,19 +247,21 @@ class _Choice:
                 yield "multicast_from_partners", bounds.of_trees
             if not _has_one_rate(topology) and without_slow_holders(problem) is not None:
                 yield "multicast_from_fast", bounds.of_trees
-        for name, max_regions in _MAX_REGIONS.items():
+        for name, rule in _RULES.items():
+            if rule.max_regions is None or len(problem) > rule.max_regions:
+                continue
             if name == "broadcast_search":
-                work = search_work(problem) if len(problem) <= max_regions else math.inf
+                work = search_work(problem)
                 if work > (_MAX_SEARCH_WORK if self.num_ranks > _FEW_RANKS else _MAX_SEARCH_WORK // 4):
                     continue
-            if len(problem) <= max_regions and (name != "broadcast_size" or problem.holders.shape[1] > 1):
+            if name != "broadcast_size" or problem.holders.shape[1] > 1:
                 yield name, bounds.of_broadcasts
                 if name == "broadcast_search" and len(problem) >= _FEWEST_FOR_LONGER:
                     yield "broadcast_search_longer", bounds.of_broadcasts
         if num_receivers.max(initial=0) > 1 and int((num_receivers**2).sum()) <= _MAX_GATHERED:
             yield "local_all_gather", bounds.of_gathers(num_receivers)
             yield "global_all_gather", bounds.of_gathers(num_receivers)
-        if self.num_ranks > _FEW_RANKS and self.name in _SEARCHES:
+        if self.num_ranks > _FEW_RANKS and self.name in _RULES and _RULES[self.name].search_steps is not None:
             yield "broadcast_search_full", bounds.of_broadcasts
 
     def is_ruled_out(self, name: str) -> bool:
@@ -280,15 +292,16 @@ class _Choice:
 
     def choose(self, name: str) -> Routes | Transfers:
         """Run the strategy with this name; variants of multicast share one workload."""
-        if name in _SEARCHES:
-            return search_briefly(self.problem, _SEARCHES[name])
+        rule = _RULES.get(name)
+        if rule is not None and rule.search_steps is not None:
+            return search_briefly(self.problem, rule.search_steps)
         if name == "multicast" and self.rotated is not None:
             return self.rotated
-        if name not in _VARIANTS or has_many_hosts(self.problem):
+        if rule is None or rule.chunk_options is None or has_many_hosts(self.problem):
             return CANDIDATES[name](self.problem)
         if name == "multicast" and self.takes_near_chunks:
-            name = "multicast_near"
-        return schedule_chunks(self.problem, prepared=self.prepared, **_VARIANTS[name])
+            rule = _RULES["multicast_near"]
+        return schedule_chunks(self.problem, prepared=self.prepared, **(rule.chunk_options or {}))
 
     @property
     def takes_near_chunks(self) -> bool:

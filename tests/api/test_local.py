@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from reshard import Layout, Mesh, reshard_local
-from reshard.errors import ArgumentError
+from reshard import Layout, Mesh, check_plan, make_plan, reshard_local
+from reshard.api.one_process import execute_local
+from reshard.errors import ArgumentError, LayoutError
 from tests.support.strategies_of_cases import cases
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
@@ -67,3 +68,17 @@ def test_equal_shards_that_may_each_be_the_whole_tensor_warn():
 def test_wrong_arguments_are_named(call, text):
     with pytest.raises(ArgumentError, match=text):
         call()
+
+
+def test_tensors_of_eight_dims_move_and_of_nine_are_refused():
+    src = Layout(Mesh.of("2x2"), "R S0 R R R R R S1")
+    dst = Layout(Mesh.of("2x2", first_rank=4), "S1 R R S0")
+    shape = (2, 3, 1, 2, 1, 2, 1, 5)
+    plan = make_plan(src, dst, shape, "int64", strategy="broadcast")
+    assert plan.strategy == "broadcast_greedy"
+    check_plan(plan)
+    whole = whole_tensor(shape)
+    out = execute_local(plan, [{rank: take_shard(src, rank, whole) for rank in src.ranks}])[0]
+    assert all(same_bytes(out[rank], take_shard(dst, rank, whole)) for rank in dst.ranks)
+    with pytest.raises(LayoutError, match="at most 8"):
+        make_plan(src, dst, (*shape, 1), "int64")

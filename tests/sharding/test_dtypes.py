@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
 from reshard import Layout, Mesh, make_plan
-from reshard.dtypes import ITEMSIZE
+from reshard.dtypes import ITEMSIZE, dtype_name
+from reshard.errors import ArgumentError
 from tests.support.memory_transport import run_in_threads
 from tests.support.tensors import same_bytes, take_shard
 
@@ -36,3 +38,15 @@ def test_every_dtype_arrives_bit_for_bit(name):
         run_in_threads(plan, {r: [shard(SRC, r)] for r in plan.ranks}, outs)
         for rank in DST.ranks:
             assert same_bytes(outs[rank][0], shard(DST, rank))
+
+
+def test_dtype_name_accepts_all_libraries():
+    assert dtype_name("float") == dtype_name(torch.float32) == dtype_name(np.float32) == "float32"
+    assert dtype_name(np.dtype("int8")) == dtype_name(torch.int8) == "int8"
+    with pytest.raises(ArgumentError, match="is not supported; supported dtypes are"):
+        dtype_name("string")
+    with pytest.raises(ArgumentError, match=r"dtype 'flaot32' is not supported; did you mean 'float32'\?; supported"):
+        dtype_name("flaot32")
+    for name, size in ITEMSIZE.items():
+        if hasattr(torch, name):
+            assert getattr(torch, name).itemsize == size

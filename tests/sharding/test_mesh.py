@@ -187,3 +187,50 @@ def test_disjoint_boxes_are_not_cut():
     cut = cut_shards(layout, (12, 2))
     assert cut.start[:, 0].tolist() == [0, 4, 6, 8, 10]
     assert cut.stop[:, 0].tolist() == [4, 6, 8, 10, 12]
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: Mesh([0, 1, 1], {"x": 3}), "rank 1 appears 2 times"),
+        (lambda: Mesh([0, -1], {"x": 2}), "rank -1 is outside"),
+        (lambda: Mesh([0, 1], {"x": 3}), "hold 3 ranks, but 2 are given"),
+        (lambda: Mesh([], {"x": 0}), "size 0"),
+        (lambda: Mesh([0], {"a b": 1}), "must be letters"),
+        (lambda: Mesh.of("2y4"), "not of the form 2x4"),
+        (lambda: Mesh.of("2x2", axes=["a", "a"]), "axis 'a' appears 2 times"),
+        (lambda: Mesh.of("a=2,a=2"), "axis 'a' appears 2 times"),
+        (lambda: Mesh.of("a=2,b"), "not of the form dp=2,tp=4"),
+        (lambda: Mesh.of("a=2,=3"), "axis name '' must be letters"),
+        (lambda: Mesh.of("a=2x3"), "not of the form dp=2,tp=4"),
+        (lambda: Mesh.of("a=2", axes=["b"]), "not of the form 2x4 or dp=2,tp=4"),
+        (lambda: Mesh.of("999999999x999999999"), "more than"),
+        (lambda: Mesh.from_array([[0, 1], [2]]), "full grid"),
+        (lambda: Mesh.from_array([0.5]), "integers"),
+        (lambda: Mesh([[0, 1], [2]]), "full grid"),
+        (lambda: Mesh([[0, 1], [2, 3]], {"x": 3}), "hold 3 ranks, but 4 are given"),
+        (lambda: parse_ranks("3-1"), "empty or too long"),
+    ],
+)
+def test_invalid_meshes_are_refused(build, text):
+    with pytest.raises(MeshError, match=text):
+        build()
+
+
+def test_equal_meshes_from_text_arrays_and_jax_compare_equal():
+    mesh = Mesh([4, 5, 6, 0], {"dp": 2, "tp": 2})
+    assert str(mesh) == "Mesh(dp=2, tp=2; ranks 4-6,0)"
+    assert parse_ranks(format_ranks(mesh.ranks)) == [4, 5, 6, 0]
+    assert mesh == Mesh.from_array([[4, 5], [6, 0]], ["dp", "tp"])
+    assert Mesh([[4, 5], [6, 0]]) == Mesh([4, 5, 6, 0], {"0": 2, "1": 2})
+    assert hash(mesh) == hash(Mesh.from_array([[4, 5], [6, 0]], ["dp", "tp"]))
+
+    class Device:
+        def __init__(self, ident):
+            self.id = ident
+
+    class JaxMesh:
+        devices = np.array([[Device(4), Device(5)], [Device(6), Device(0)]])
+        axis_names = ("dp", "tp")
+
+    assert Mesh.from_jax(JaxMesh()) == mesh

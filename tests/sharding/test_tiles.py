@@ -13,6 +13,7 @@ from hypothesis import given
 from reshard import Layout, Mesh, RegionLayout
 from reshard.errors import LayoutError
 from reshard.sharding.spec import Strided
+from reshard.sharding.tensor_spec import TensorSpec
 from reshard.sharding.tiles import cut_shards
 from reshard.sharding.unit_tasks import cut_unit_tasks
 from tests.support.random_problems import random_problem
@@ -115,3 +116,12 @@ def test_layout_regions_and_shapes_match_shards(case):
             layout.regions(shape, 99)
         with pytest.raises(LayoutError, match="at least 0"):
             layout.local_shape((-1, *shape[1:]), layout.ranks[0])
+
+
+def test_a_million_unit_tasks_cover_the_tensor_in_little_memory():
+    """1,024 -> 1,024 ranks: tasks are arrays, so they take well under a second and a gigabyte."""
+    src, dst = Layout(Mesh.of("256x4"), "R S01 R"), Layout(Mesh.of("256x4", first_rank=1024), "S01 R R")
+    tasks = TensorSpec((2048, 2048, 64), "float32", src, dst).tasks
+    assert len(tasks) == 1024 * 1024
+    assert int(tasks.numel.sum()) == 2048 * 2048 * 64
+    assert tasks.start.nbytes + tasks.stop.nbytes < 64 * 2**20

@@ -378,3 +378,13 @@ def test_pods_of_equal_hosts_in_one_line():
 def test_wrong_short_forms_are_named(changes, message):
     with pytest.raises(TopologyError, match=message):
         topology_from_json({"hosts": [{"devices": 1, "count": 2}], **changes})
+
+
+def test_invalid_topologies_are_refused():
+    with pytest.raises(TopologyError, match="positive"):
+        Topology.uniform((0,), 0.0)
+    with pytest.raises(TopologyError, match="must be from 0 to"):
+        Topology((-1,))
+    with pytest.raises(TopologyError, match="rank 1 has no host"):
+        make_plan(Layout(Mesh.of("1")), Layout(Mesh.of("1", first_rank=1)), (4,), "int8", topology=Topology((0,)))
+    assert Topology.from_hostnames(["b", "a", "b"]).host_of_rank == (0, 1, 0)

@@ -21,7 +21,7 @@ from .pending import PendingResult
 
 
 class SumCall(enum.Enum):
-    """The call that a rank makes, and how errors word it."""
+    """The call that a rank makes. The value is its text in errors."""
 
     SUM = "called sync_gradients"
     BEGIN = "entered sync_during_backward"

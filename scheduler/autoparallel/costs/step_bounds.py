@@ -1,4 +1,4 @@
-"""Lower bounds on the step of a candidate under any schedule, from those without plans of edges to tighter ones."""
+"""Lower bounds on the step time of a candidate under any schedule: without plans of edges, then tighter ones."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
 def may_be_faster(problem: SearchProblem, candidate: Candidate, below_seconds: float) -> bool:
     """Whether lower bounds allow a step of a candidate that is shorter than a limit.
 
-    At first, edges take the time in which their bytes leave and enter hosts. Then edges are priced one after the other,
-    the longest first, and after them the sums over stages, until the bound exceeds the limit. So candidates that are
-    too slow cost few plans.
+    At first, edges take the time in which their bytes leave and enter hosts. Then the planner computes
+    the time of one edge after the other, the longest first, and of the sums over stages, until the bound exceeds the
+    limit. So slow candidates need few plans.
     """
     limit = below_seconds / (1 - BOUND_TOLERANCE)
     costs: Sequence[StageCost] = [
@@ -67,10 +67,10 @@ def may_be_faster(problem: SearchProblem, candidate: Candidate, below_seconds: f
 def _bound(problem: SearchProblem, candidate: Candidate, costs: Sequence[StageCost], edges: _EdgeSeconds) -> float:
     """A lower bound, in seconds, on a step under any schedule; tighter with the seconds of edges.
 
-    Before a pp rank computes its microbatches, each stage before its first one computes a forward. Two things follow:
-    the sum of its gradients, and in each of these stages a backward without its weight gradients. The same holds for
-    the transfers of an edge. A pp rank with several stages may have made its early sums by then, except those of its
-    last stage. No sum of a stage starts before the stage has computed all microbatches.
+    Before a pp rank computes its microbatches, each stage before its first one computes a forward. Two things
+    follow its microbatches: the sum of its gradients, and in each of these stages a backward without weight gradients.
+    The same holds for the transfers of an edge. A pp rank with several stages may have made its early sums by then,
+    except those of its last stage. No sum of a stage starts before the stage has computed all microbatches.
     """
     pp_ranks, count, is_sequential = candidate.pp_ranks, candidate.num_microbatches, problem.graph.is_sequential
     there, back, best = 0.0, 0.0, 0.0

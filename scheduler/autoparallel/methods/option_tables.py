@@ -15,7 +15,7 @@ from ..inputs.layer_choices import Choice
 
 
 def num_recomputed(part: float, count: int) -> int:
-    """The number of recomputed layers, of ``count``."""
+    """The number of recomputed layers if this part of ``count`` layers is recomputed."""
     return int(np.ceil(part * count - 1e-9))
 
 
@@ -34,7 +34,10 @@ class OptionTables:
         self._costs: dict[tuple[Choice, StagePlace], _ChoiceCosts] = {}
 
     def of(self, choice: Choice, place: StagePlace, recomputed: float) -> tuple[np.ndarray, ...]:
-        """Forward, backward, activation, fixed bytes, sync and ending bytes over ``[first, end]``.
+        """Six tables ``[first, end]`` of the costs of a stage of these layers.
+
+        They are seconds forward and backward, bytes of activations, fixed bytes, seconds of gradient sums, and bytes at
+        the end of a step.
 
         Args:
             choice: choice of all layers.

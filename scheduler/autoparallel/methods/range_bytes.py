@@ -15,8 +15,9 @@ class RangeBytes:
     """Bytes of one sample that a stage of layers ``first`` to ``end - 1`` exchanges. Arrays are ``[first, end]``.
 
     Attributes:
-        received, sent: bytes of a rank in a forward, in a stage that divides features over columns.
-        returned: gradients that come back for what was sent, of all features.
+        received: bytes that a rank receives in a forward, if the stage divides features over columns.
+        sent: bytes that a rank sends in a forward, if the stage divides features over columns.
+        returned: bytes of the gradients of what was sent, without division over columns.
     """
 
     received: np.ndarray
@@ -25,7 +26,7 @@ class RangeBytes:
 
     @classmethod
     def of(cls, graph: LayerGraph, cols: int) -> RangeBytes:
-        """The bytes of all ranges; tensors as in :meth:`LayerGraph.between`, counts as in ``cut_sample_bytes``."""
+        """The bytes of all ranges: the tensors of :meth:`LayerGraph.between`, counted as ``cut_sample_bytes`` does."""
         size = len(graph.layers) + 1
         received, sent, returned = (np.zeros((size, size)) for _ in range(3))
         first, end = np.arange(size)[:, None], np.arange(size)[None, :]
@@ -42,7 +43,7 @@ class RangeBytes:
 def bytes_of_cuts(graph: LayerGraph) -> np.ndarray:
     """``[first, cut, end]``: bytes of a sample from a stage of layers first to cut to one of layers cut to end.
 
-    Chains have ``[0, cut, 0]`` only.
+    For a chain, bytes depend on the cut alone, so the table has the shape ``[1, cut, 1]``.
     """
     size = len(graph.layers) + 1
     sides = 1 if graph.is_chain else size

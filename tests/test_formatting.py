@@ -1,0 +1,10 @@
+"""Numbers in texts for people."""
+
+from __future__ import annotations
+
+from reshard.formatting import format_bytes
+
+
+def test_bytes_are_formatted_in_binary_units():
+    expected = {0: "0 bytes", 1023: "1023 bytes", 1024: "1 KiB", 1536: "1.5 KiB", 2**20: "1 MiB", 3 * 2**29: "1.5 GiB"}
+    assert {nbytes: format_bytes(nbytes) for nbytes in expected} == expected
