@@ -96,8 +96,7 @@ def schedule_chunks(
 
 
 def _schedule(problem: PlanProblem, nics: Nics, workload: ChunkWorkload) -> ChunkSchedule:
-    schedule = make_schedule(nics, workload)
-    return limit_relay_staging(schedule, workload, len(problem.topology.host_of_rank), problem.staging_bytes)
+    return limit_relay_staging(make_schedule(nics, workload), workload, problem.staging_bytes)
 
 
 def _schedule_parts(
