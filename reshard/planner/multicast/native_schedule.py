@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -95,5 +95,5 @@ def make_schedule(nics: Nics, workload: ChunkWorkload) -> ChunkSchedule:
         host=ints(nics.host), out=floats(nics.out), into=floats(nics.into), of_rank=ints(nics.of_rank),
         pod=ints(nics.pod), up=floats(nics.up), down=floats(nics.down),
     )  # fmt: skip
-    *columns, staged = _native.make_schedule(arrays, workload)
-    return ChunkSchedule(*columns, staged.view(bool))
+    schedule = ChunkSchedule(*_native.make_schedule(arrays, workload))
+    return replace(schedule, staged=schedule.staged.view(bool))
