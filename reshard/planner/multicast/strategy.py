@@ -279,7 +279,7 @@ def _to_transfers(problem: PlanProblem, boxes: Boxes, schedule: ChunkSchedule) -
         edge_at=np.arange(len(schedule.piece) + 1),
         sender=schedule.sender,
         receiver=schedule.receiver,
-        splits=np.ones((len(schedule.piece), problem.start.shape[1]), dtype=np.int64),
+        splits=np.broadcast_to(np.int64(1), (len(schedule.piece), problem.start.shape[1])),
         window=np.where(host[schedule.sender] == host[schedule.receiver], INSIDE_WINDOW, WINDOW),
         after_at=schedule.after_at,
         after=schedule.after,
