@@ -148,7 +148,7 @@ def order_greedily(
     """Write each task's class and send option into ``classes`` and ``ways``; see ``planner/strategies/greedy.py``."""
 
 def make_schedule(nics: Any, workload: Any) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
-    """Return piece, sender, receiver, source, after_offsets and after of all messages, and their order.
+    """Return piece, sender, receiver, source, after_offsets, after and staged (uint8) of all messages, in order.
 
     ``nics`` and ``workload`` have the fields of ``Nics`` and ``ChunkWorkload`` in ``planner/multicast``.
     """

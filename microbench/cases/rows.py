@@ -191,6 +191,24 @@ def gathered() -> Iterable[Row]:
         yield from _rows("gathered", "five", (side, side), src, dst, (f"{a} -> {b}, {side} x {side}", a, b, False))
 
 
+def three_axes() -> Iterable[Row]:
+    """Ten random pairs of meshes of three axes on two and three hosts of 4 devices, with at least 32 MiB of float32."""
+    rng = random.Random(2)
+    for number in range(10):
+        src_hosts, dst_hosts = rng.choice(((2, 3), (3, 2), (2, 2)))
+        src, dst = Mesh.of((src_hosts, 2, 2)), Mesh.of((dst_hosts, 2, 2), first_rank=4 * src_hosts)
+        rows = rng.randint(2400, 3600)
+        specs = []
+        for _ in range(2):
+            axes_of: tuple[list[str], list[str]] = ([], [])
+            for axis in rng.sample("012", 3):
+                rng.choice([*axes_of, []]).append(axis)  # the axis shards a dim, or none
+            specs.append(" ".join("S" + "".join(axes) if axes else "R" for axes in axes_of))
+        name = f"{number}: {specs[0]} on {src_hosts}x2x2 -> {specs[1]} on {dst_hosts}x2x2"
+        shape = (rows, 8 * _MIB // rows + 1)
+        yield from _rows("three axes", "five", shape, src, dst, (name, specs[0], specs[1], False))
+
+
 def random_rows(seed: int, count: int) -> Iterable[Row]:
     """Random pairs of layouts on three to five hosts of 4 devices; shapes need not be divisible by the meshes."""
     rng = random.Random(seed)
@@ -221,6 +239,7 @@ SUITES = {
     "small": small,
     "sweep": sweep,
     "gathered": gathered,
+    "three axes": three_axes,
 }
 
 

@@ -2,9 +2,10 @@
 
 Each row is one plan, made in a new process: CPU seconds, peak memory, messages, strategy, and the simulated time over
 the lower bound (above a million messages, the predicted time). ``--compare`` also makes and simulates the plans of
-other strategies, and the exit status is 1 if one of them is faster than ``auto`` by more than 0.5 %. ``--before``
-repeats each row with another version of the library. No data is moved. One tensor of the pairs is 8 GiB: 65536 x 65536
-bfloat16, on hosts of eight ranks with one NIC of 10 Gbit/s. Exponents of the growth of CPU time and memory are fitted
+other strategies, and the exit status is 1 if one of them is faster than ``auto`` by more than 0.5 %. It is also 1 if a
+plan takes more CPU time or memory than its limit. ``--before`` repeats each row with another version of the library. No
+data is moved. One tensor of the pairs is 8 GiB: 65536 x 65536 bfloat16, on hosts of eight ranks with one NIC of 10
+Gbit/s, or those of ``--preset``. Exponents of the growth of CPU time and memory are fitted
 for pairs that were planned for several numbers of ranks; plans in closed form apart.
 """
 
@@ -26,7 +27,7 @@ from reshard.cost import find_bound, simulate
 from reshard.plan import ROTATION
 from reshard.planner import plan_tensors, predict
 from reshard.sharding import Layout, Mesh, TensorSpec
-from reshard.topology import Host, Link, Topology
+from reshard.topology import Host, Link, Topology, load_preset
 
 #: A strategy beats ``auto`` if it is faster by more than this part.
 MARGIN = 0.005
@@ -49,18 +50,34 @@ PAIRS: dict[str, tuple[str, str, float]] = {
     "columns": ("S01 R", "R S0", 1),
 }
 _SHAPE = (65536, 65536)
+#: Limits on CPU seconds and peak MiB of plans of pairs, by the most ranks of a side.
+PAIR_LIMITS = {1024: (2.0, 4096), 4096: (10.0, 4096), 16384: (60.0, 4096)}
+#: Limits on CPU seconds and peak MiB of plans of models.
+MODEL_LIMITS = {
+    "300 tensors, 128 to 128": (0.3, 200),
+    "723 tensors, 128 to 128": (0.72, 482),
+    "1000 tensors, 128 to 128": (1.0, 667),
+    "300 tiny tensors, 16 to 16": (0.3, 200),
+    "18432 sharded experts, 8 to 8": (2.0, 4096),
+    "18432 whole experts, 8 to 8": (2.0, 4096),
+    "300 tensors, 512 to 512": (4.0, 4096),
+    "1000 tensors, 512 to 512": (13.3, 4096),
+    "300 tensors, 1024 to 1024": (8.0, 4096),
+    "1000 tensors, 1024 to 1024": (26.7, 4096),
+}
 
 
 def _hosts(count: int, devices: int = 8) -> Topology:
     return Topology.uniform([rank // devices for rank in range(count)], 10 * _GBIT)
 
 
-def _pair(name: str, ranks: int) -> tuple[list[TensorSpec], Topology]:
+def _pair(name: str, ranks: int, preset: str = "") -> tuple[list[TensorSpec], Topology]:
     """One tensor between ``ranks`` and other ranks. From one host of eight to all if the factor is 0."""
     src, dst, factor = PAIRS[name]
     num_src, num_dst = (8, ranks) if not factor else (ranks, int(ranks * factor))
     layouts = Layout(Mesh.of((num_src // 8, 8)), src), Layout(Mesh.of((num_dst // 8, 8), first_rank=num_src), dst)
-    return [TensorSpec(_SHAPE, "bfloat16", *layouts)], _hosts(num_src + num_dst)
+    count = num_src + num_dst
+    return [TensorSpec(_SHAPE, "bfloat16", *layouts)], load_preset(preset, count) if preset else _hosts(count)
 
 
 def llama_shapes(count: int, num_stages: int = 1) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
@@ -187,13 +204,25 @@ MODELS: dict[str, Callable[[], tuple[list[TensorSpec], Topology]]] = {
 
 
 def inputs(case: str) -> tuple[list[TensorSpec], Topology]:
-    """The tensors and the topology of a case: a pair with its ranks (``swap/1024``), a model, or one of ``OTHERS``."""
+    """The tensors and the topology of a case.
+
+    A case is a pair with its ranks (``swap/1024``) and perhaps a preset (``swap/1024/dgx_h100``), a model, or one of
+    ``OTHERS``.
+    """
     if case in MODELS:
         return MODELS[case]()
     if case in OTHERS:
         return _other(case)
-    name, ranks = case.split("/")
-    return _pair(name, int(ranks))
+    name, ranks, *preset = case.split("/")
+    return _pair(name, int(ranks), *preset)
+
+
+def exceeds_limit(case: str, record: dict[str, Any]) -> bool:
+    """Whether a plan took more CPU time or memory than it may, or was refused. Cases without a limit may take any."""
+    limit = MODEL_LIMITS.get(case)
+    if "/" in case:
+        limit = next((limit for ranks, limit in PAIR_LIMITS.items() if int(case.split("/")[1]) <= ranks), None)
+    return limit is not None and ("cpu" not in record or record["cpu"] > limit[0] or record["mib"] > limit[1])
 
 
 def measure(case: str, strategy: str, simulates: bool, *, has_loads: bool = False) -> dict[str, Any]:
@@ -250,6 +279,7 @@ def _format(record: dict[str, Any]) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[256, 1024], help="ranks of a side (256 1024)")
     parser.add_argument("--pairs", nargs="*", default=list(PAIRS), help="pairs of layouts (all)")
+    parser.add_argument("--preset", default="", help="hosts of the pairs, such as dgx_h100 (one NIC of 10 Gbit/s)")
     parser.add_argument("--cases", nargs="*", default=[], help="models and other cases; all: every one of them")
     parser.add_argument("--compare", nargs="*", default=[], metavar="STRATEGY", help="strategies to compare with auto")
     parser.add_argument("--before", metavar="PYTHON", help="interpreter of an environment with another version")
@@ -260,12 +290,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print one row per plan, what beats ``auto``, and how time and memory of each pair grow with the ranks."""
     named = [*MODELS, *OTHERS] if options.cases == ["all"] else options.cases
-    beaten, record = [], {}
+    beaten, slow, record = [], [], {}
     planned: dict[tuple[str, bool], list[tuple[int, float, float]]] = {}  # ranks, CPU seconds, MiB of each plan
-    for case in [*(f"{name}/{ranks}" for ranks in options.ranks for name in options.pairs), *named]:
+    hosts = f"/{options.preset}" if options.preset else ""
+    for case in [*(f"{name}/{ranks}{hosts}" for ranks in options.ranks for name in options.pairs), *named]:
         record = run_one(sys.executable, case, "auto", options.limit, has_loads=options.picture is not None)
         print(f"{case:34} {_format(record)}", flush=True)
-        name, _, ranks = case.partition("/")
+        slow += [case] * exceeds_limit(case, record)
+        name, _, ranks = case.removesuffix(hosts).partition("/")
         if name in PAIRS and "cpu" in record:
             figures = int(ranks), record["cpu"], record["mib"]
             planned.setdefault((name, record["strategy"] == ROTATION), []).append(figures)
@@ -296,7 +328,8 @@ def run(options: argparse.Namespace) -> int:
             print(f"{label:34} CPU time ~ ranks^{exponents[0]:.2f}, memory ~ ranks^{exponents[1]:.2f}")
     if options.compare:
         print(f"{len(beaten)} plans of auto are slower by more than {MARGIN:.1%}: {'; '.join(beaten) or 'none'}")
-    return int(bool(beaten))
+    print(f"{len(slow)} plans exceed a limit on CPU time or memory: {'; '.join(slow) or 'none'}")
+    return int(bool(beaten or slow))
 
 
 if __name__ == "__main__":  # in a new process, perhaps of another version of the library

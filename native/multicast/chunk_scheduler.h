@@ -40,7 +40,7 @@ class ChunkScheduler {
         keeps_partners_ = workload.keeps_partners;
         served_.assign(nics.host.size(), -1);
         to_get_.resize(nics.host.size()), to_give_.resize(nics.host.size());
-        partners_.resize(nics.host.size()), rows_.resize(std::max<size_t>(nics.host.size(), nics.num_hosts));
+        partners_.resize(nics.host.size()), num_rows_ = std::max<size_t>(nics.host.size(), nics.num_hosts);
     }
     virtual ~ChunkScheduler() = default;
 
@@ -79,9 +79,9 @@ class ChunkScheduler {
     }
 
     Matching matching_;
-    std::vector<Partners> partners_;           // by receiver
-    std::vector<std::vector<int64_t>> rows_;   // of partners, by receiving host if rates are equal, else by receiver
-    std::vector<char> is_filled_;              // by row
+    std::vector<Partners> partners_; // by receiver; rows are receiving hosts if rates are equal, else receivers
+    std::vector<char> is_sender_;    // by NIC
+    size_t num_rows_;
 
     // Starts sends between free ports; returns whether one started.
     bool match() {
@@ -116,25 +116,19 @@ class ChunkScheduler {
     virtual bool pair(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) {
         if (keeps_partners_)
             return pair_again(senders, receivers);
-        for (auto &row : rows_)
-            row.clear();
-        is_filled_.assign(rows_.size(), false);
+        // With equal rates, all ports of a host have the same partners, and all ports in the lists are free.
+        const auto can = [this](int64_t r, int64_t s) { return is_even_ ? chunk_state_.can_send(s, r) : can_start(s, r); };
+        is_sender_.assign(nics_.host.size(), false);
+        for (const int64_t s : senders)
+            is_sender_[s] = true;
         for (const int64_t r : receivers) {
-            // With equal rates, all ports of a host have the same partners, and all ports in the lists are free.
-            const size_t number = static_cast<size_t>(is_even_ ? nics_.host[r] : r);
-            std::vector<int64_t> &row = rows_[number];
-            if (!is_filled_[number])
-                for (const int64_t s : senders)
-                    if (is_even_ ? chunk_state_.can_send(s, r) : can_start(s, r))
-                        row.push_back(s);
-            is_filled_[number] = true;
-            partners_[r] = {number};
+            partners_[r] = {static_cast<size_t>(is_even_ ? nics_.host[r] : r)};
             // A change of sender costs a turn, so prefer the last one, unless it has chunks that only it can give.
-            if (partner_[r] >= 0 && to_give_[partner_[r]] == 0)
-                if (const auto last = std::find(row.begin(), row.end(), partner_[r]); last != row.end())
-                    partners_[r].lead = static_cast<size_t>(last - row.begin());
+            if (const int64_t last = partner_[r]; last >= 0 && is_sender_[last] && to_give_[last] == 0 && can(r, last))
+                partners_[r].lead = last;
         }
-        const std::vector<int64_t> &sender_of = matching_.find_pairs(senders, receivers, partners_, rows_, to_give_);
+        const std::vector<int64_t> &sender_of =
+            matching_.find_pairs(senders, receivers, partners_, num_rows_, to_give_, can);
         bool started = false;
         for (const int64_t r : receivers)
             if (sender_of[r] >= 0 && start(sender_of[r], r)) {

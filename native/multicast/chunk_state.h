@@ -1,9 +1,9 @@
 // The chunks that each host has and lacks, and the remaining work of each host and pod.
 //
 // States of a chunk at a host that needs it: missing until a send of the chunk starts, in flight until the send has
-// landed, then held. can_ and can_enter_ count the chunks that each host can send to each other host. They are updated
-// on every change, so can_send() is a look-up. With pods, a chunk enters each pod over the pod's uplink once. Later
-// receivers get the chunk from hosts of the pod.
+// landed, then held. With pods, a chunk enters each pod over the pod's uplink once. Later receivers get the chunk from
+// hosts of the pod. So a chunk that one host once could not send to another can never be sent later, and can_send() looks
+// at each chunk of a host once for each receiving host.
 //
 // choose() takes a chunk that the sending host has and the receiving host misses, by these criteria in this order:
 //
@@ -26,8 +26,8 @@ class ChunkState {
   public:
     ChunkState(const Nics &nics, const ChunkWorkload &workload)
         : nics_(nics), workload_(workload), hosts_(nics.num_hosts), have_(hosts_, none()), miss_(hosts_, none()),
-          in_pod_(nics.up.size(), none()), has_(chunks(), Bits(hosts_)), lacks_(chunks(), Bits(hosts_)),
-          copies_(chunks()), first_missing_(hosts_), source_(chunks()), can_(hosts_ * hosts_), can_enter_(has_pods() ? hosts_ * hosts_ : 0),
+          in_pod_(nics.up.size(), none()), has_(chunks(), Bits(hosts_)), arrived_(hosts_),
+          copies_(chunks()), first_missing_(hosts_), source_(chunks()), passed_(hosts_ * hosts_), passed_pods_(has_pods() ? hosts_ * hosts_ : 0),
           untaken_(hosts_), held_(hosts_), to_get_(hosts_), to_give_(hosts_), to_enter_(nics.up.size()),
           to_leave_(nics.up.size()), is_fresh_(none()), pods_with_(has_pods() ? chunks() : 0, Bits(nics.up.size())),
           pods_without_(pods_with_) {
@@ -64,7 +64,12 @@ class ChunkState {
     bool can_send(int64_t s, int64_t r) const {
         const int64_t a = nics_.host[s], b = nics_.host[r];
         const bool enters = has_pods() && nics_.pod[a] != nics_.pod[b];
-        return (enters ? can_enter_ : can_)[a * hosts_ + b] > 0;
+        const Bits *in_pod = enters ? &in_pod_[nics_.pod[b]] : nullptr;
+        const std::vector<int64_t> &row = arrived_[a];
+        uint32_t &next = (enters ? passed_pods_ : passed_)[a * hosts_ + b];
+        while (next < row.size() && (!miss_[b].has(row[next]) || (in_pod && in_pod->has(row[next]))))
+            ++next;
+        return next < row.size();
     }
 
     // The chunk for NICs s and r, -1 for none. may_enter_again: also chunks that the receiver's pod already has.
@@ -98,10 +103,9 @@ class ChunkState {
 
     // A send of a chunk to host b starts.
     void start(int64_t chunk, int64_t b) {
-        has_[chunk].each([&](int64_t a) { --can_[a * hosts_ + b]; });
         if (has_pods() && !in_pod_[nics_.pod[b]].has(chunk))
             enter_pod(chunk, nics_.pod[b]);
-        miss_[b].clear(chunk), lacks_[chunk].clear(b);
+        miss_[b].clear(chunk);
         --untaken_[b];
         set_copies(chunk, copies_[chunk] + 1);
         if (is_fresh_.has(chunk)) {
@@ -115,14 +119,10 @@ class ChunkState {
     void land(int64_t chunk, int64_t nic, int64_t chunk_send) {
         const int64_t host = nics_.host[nic];
         have_[host].set(chunk), has_[chunk].set(host);
+        arrived_[host].push_back(chunk);
         ++held_[host];
         to_get_[host] -= size(chunk);
         source_[chunk].emplace_back(host, chunk_send);
-        lacks_[chunk].each([&](int64_t b) {
-            ++can_[host * hosts_ + b];
-            if (has_pods() && !in_pod_[nics_.pod[b]].has(chunk))
-                ++can_enter_[host * hosts_ + b];
-        });
         if (nics_.have_multi_nic_hosts)
             near_out_[nic].set(chunk);
     }
@@ -132,7 +132,8 @@ class ChunkState {
     const ChunkWorkload &workload_;
     int64_t hosts_;
     std::vector<Bits> have_, miss_, in_pod_; // by host or pod: chunks; in_pod_ includes chunks that are entering
-    std::vector<Bits> has_, lacks_;          // hosts of each chunk
+    std::vector<Bits> has_;                  // hosts of each chunk
+    std::vector<std::vector<int64_t>> arrived_; // by host: its chunks, in the order in which it got them
     std::vector<int64_t> copies_; // hosts that have each chunk or are receiving it
     std::vector<Bits> with_copies_; // by number of copies: chunks
     std::vector<int64_t> num_with_copies_; // by number of copies: number of chunks
@@ -140,8 +141,8 @@ class ChunkState {
     mutable std::vector<std::pair<size_t, uint64_t>> words_; // of choose(): numbers and words of its candidates
     mutable std::vector<size_t> first_missing_; // by host: no chunk is missing in words before this one
     std::vector<std::vector<std::pair<int64_t, int64_t>>> source_;
-    // by host pair: chunks that can be sent, and chunks that also enter a pod which lacks them
-    std::vector<int32_t> can_, can_enter_;
+    // by host pair: leading entries of arrived_ that cannot be sent, or could not enter another pod
+    mutable std::vector<uint32_t> passed_, passed_pods_;
     std::vector<int64_t> untaken_, held_, to_get_, to_give_, to_enter_, to_leave_;
     Bits is_fresh_; // chunks that only their first holders have
     std::vector<Bits> pods_with_, pods_without_; // pods of each chunk
@@ -153,16 +154,15 @@ class ChunkState {
 
     void place(int64_t c, const Members::Row &holders, const Members::Row &destinations) {
         for (const int64_t h : destinations) {
-            miss_[h].set(c), lacks_[c].set(h);
+            miss_[h].set(c);
             ++untaken_[h];
             to_get_[h] += size(c);
         }
         for (const int64_t h : holders) {
             have_[h].set(c), has_[c].set(h);
+            arrived_[h].push_back(c);
             ++held_[h];
             to_give_[h] += size(c);
-            for (const int64_t b : destinations)
-                ++can_[h * hosts_ + b];
         }
         set_copies(c, holders.size());
         least_copies_ = std::min(least_copies_, copies_[c]);
@@ -172,11 +172,8 @@ class ChunkState {
         for (const int64_t h : holders)
             pods_with_[c].set(nics_.pod[h]), in_pod_[nics_.pod[h]].set(c);
         for (const int64_t b : destinations)
-            if (!in_pod_[nics_.pod[b]].has(c)) {
+            if (!in_pod_[nics_.pod[b]].has(c))
                 pods_without_[c].set(nics_.pod[b]);
-                for (const int64_t a : holders)
-                    ++can_enter_[a * hosts_ + b];
-            }
         pods_without_[c].each([&](int64_t q) { to_enter_[q] += size(c); });
         if (pods_with_[c].count() == 1)
             pods_with_[c].each([&](int64_t p) { to_leave_[p] += size(c) * pods_without_[c].count(); });
@@ -242,10 +239,6 @@ class ChunkState {
     }
 
     void enter_pod(int64_t chunk, int64_t q) {
-        lacks_[chunk].each([&](int64_t h) {
-            if (nics_.pod[h] == q)
-                has_[chunk].each([&](int64_t a) { --can_enter_[a * hosts_ + h]; });
-        });
         if (pods_with_[chunk].count() == 1)
             pods_with_[chunk].each([&](int64_t p) { to_leave_[p] -= size(chunk) * pods_without_[chunk].count(); });
         to_enter_[q] -= size(chunk);

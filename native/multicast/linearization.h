@@ -27,7 +27,7 @@ constexpr size_t STAGED_AFTER = 4;  // a staged piece is forwarded before this m
 
 class Linearization {
   public:
-    std::vector<int64_t> order;
+    LargeArray<int64_t> order;
 
     explicit Linearization(const Messages &messages)
         : m_(messages), later_(messages.piece.size()), num_before_(messages.piece.size()),
@@ -39,7 +39,7 @@ class Linearization {
             if (m_.crosses[i])
                 between_hosts.push_back(i);
         }
-        std::vector<char> waiting = m_.staged;
+        LargeArray<uint8_t> waiting = m_.staged;
         for (const auto &[rank, row] :
              chain(between_hosts, m_.sender, [&](int64_t a, int64_t b) { return m_.start[a] < m_.start[b]; }))
             for (size_t k = 0; k < row.size(); ++k) {
@@ -97,7 +97,7 @@ class Linearization {
     // Groups members by owner, sorts each group, and adds constraints that keep its order. Returns the groups by owner.
     template <typename Less>
     std::map<int64_t, std::vector<int64_t>> chain(const std::vector<int64_t> &members,
-                                                  const std::vector<int64_t> &owner, Less less) {
+                                                  const LargeArray<int64_t> &owner, Less less) {
         std::map<int64_t, std::vector<int64_t>> rows;
         for (const int64_t i : members)
             rows[owner[i]].push_back(i);

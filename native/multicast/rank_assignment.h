@@ -13,18 +13,54 @@
 
 #pragma once
 
+#include "../large_array.h"
 #include "../types.h"
 
 // All messages. Message i starts after messages after[after_offsets[i]:after_offsets[i + 1]] have ended.
 //   source: the message that brings the piece to the sender, -1 if the sender holds the piece. It is first in `after`.
 //   start, end: planned times.
 struct Messages {
-    std::vector<int64_t> piece, sender, receiver, source, after_offsets{0}, after;
-    std::vector<double> start, end;
-    std::vector<char> crosses; // whether sender and receiver are on different hosts
-    std::vector<char> staged;  // whether the receiver only forwards the piece
+    LargeArray<int64_t> piece, sender, receiver, source, after_offsets{0}, after;
+    LargeArray<double> start, end;
+    LargeArray<char> crosses; // whether sender and receiver are on different hosts
+    LargeArray<uint8_t> staged; // whether the receiver only forwards the piece
     bool ends_before(int64_t a, int64_t b) const { // on a tie, messages between hosts come first
         return end[a] != end[b] ? end[a] < end[b] : crosses[a] > crosses[b];
+    }
+
+    void reserve(size_t count) {
+        for (auto *column : {&piece, &sender, &receiver, &source, &after})
+            column->reserve(count);
+        after_offsets.reserve(count + 1);
+        start.reserve(count), end.reserve(count), crosses.reserve(count), staged.reserve(count);
+    }
+
+    // Renumbers all messages: message order[i] becomes message i. Drops the planned times and `crosses`.
+    void put_in_order(const LargeArray<int64_t> &order) {
+        start = {}, end = {}, crosses = {};
+        const size_t count = order.size();
+        take(piece, order), take(sender, order), take(receiver, order), take(staged, order), take(source, order);
+        LargeArray<int64_t> number(count), counts_at(count + 1), moved(after.size());
+        for (size_t i = 0; i < count; ++i)
+            number[order[i]] = static_cast<int64_t>(i);
+        for (int64_t &earlier : source)
+            if (earlier >= 0)
+                earlier = number[earlier];
+        size_t next = 0;
+        for (size_t i = 0; i < count; ++i) {
+            for (int64_t at = after_offsets[order[i]]; at < after_offsets[order[i] + 1]; ++at)
+                moved[next++] = number[after[at]];
+            counts_at[i + 1] = static_cast<int64_t>(next);
+        }
+        after_offsets = std::move(counts_at), after = std::move(moved);
+    }
+
+  private:
+    template <typename T> static void take(LargeArray<T> &column, const LargeArray<int64_t> &order) {
+        LargeArray<T> moved(order.size());
+        for (size_t i = 0; i < order.size(); ++i)
+            moved[i] = column[order[i]];
+        column = std::move(moved);
     }
 };
 
@@ -44,6 +80,10 @@ class RankAssignment {
     }
 
     void run() {
+        size_t count = 0; // a message for each receiver of each piece; relays need a few more
+        for (const int64_t k : workload_.piece_class)
+            count += static_cast<size_t>(workload_.class_receivers[k].size());
+        messages.reserve(count), last_use_.reserve(count);
         for (size_t i = 0; i < workload_.piece_class.size(); ++i) {
             const int64_t piece = static_cast<int64_t>(i), k = workload_.piece_class[i];
             const ByHost &receivers = receivers_of(k);
@@ -127,7 +167,7 @@ class RankAssignment {
     std::vector<int64_t> host_of_, sent_, landed_, near_, here_; // sent_, landed_: bytes sent and received by each rank
     std::vector<int64_t> last_sender_, last_receiver_; // by NIC: the rank used last, -1 for none
     std::vector<int64_t> after_;
-    std::vector<int64_t> last_use_; // by message: the last message that passes on what it stages, -1 for none
+    LargeArray<int64_t> last_use_; // by message: the last message that passes on what it stages, -1 for none
     std::vector<Places> where_; // by piece: the hosts that have copies
     std::vector<ByHost> receivers_; // by class; filled by receivers_of()
     std::vector<int64_t> num_on_; // scratch of receivers_of(): by host, its receivers

@@ -2,6 +2,7 @@
 // and the linearization. Reference implementation: tests/reference/schedule.py.
 
 #include <memory>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -18,9 +19,9 @@ using namespace nb::literals;
 namespace {
 
 // Moves the values into a NumPy array, which owns them.
-template <typename T> nb::object to_numpy(std::vector<T> &&values) {
-    auto *kept = new std::vector<T>(std::move(values));
-    nb::capsule owner(kept, [](void *p) noexcept { delete static_cast<std::vector<T> *>(p); });
+template <typename T> nb::object to_numpy(LargeArray<T> &&values) {
+    auto *kept = new LargeArray<T>(std::move(values));
+    nb::capsule owner(kept, [](void *p) noexcept { delete static_cast<LargeArray<T> *>(p); });
     return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
@@ -137,7 +138,6 @@ nb::tuple make_schedule(nb::handle given_nics, nb::handle given) {
     if (workload.is_broadcast && !is_broadcast(nics, workload))
         throw std::invalid_argument("make_schedule: the chunks are not a broadcast from one host");
     Messages made;
-    std::vector<int64_t> order;
     bool done;
     {
         nb::gil_scoped_release release;
@@ -155,27 +155,32 @@ nb::tuple make_schedule(nb::handle given_nics, nb::handle given) {
             chunk_sends = std::move(scheduler->chunk_sends);
         }
         if (done) {
-            RankAssignment assignment(nics, workload, chunk_sends);
-            assignment.run();
-            made = std::move(assignment.messages);
+            {
+                RankAssignment assignment(nics, workload, chunk_sends);
+                assignment.run();
+                made = std::move(assignment.messages);
+            }
+            chunk_sends = {};
+            LargeArray<int64_t> order;
             if (nics.have_equal_rates()) { // then the order of end times is right for both senders and receivers
-                for (size_t i = 0; i < made.piece.size(); ++i)
-                    order.push_back(static_cast<int64_t>(i));
+                order.resize(made.piece.size());
+                std::iota(order.begin(), order.end(), int64_t{0});
                 std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return made.ends_before(a, b); });
             } else
                 order = Linearization(made).order;
+            made.put_in_order(order);
         }
     }
     if (!done)
         throw std::invalid_argument("make_schedule: a chunk cannot reach a host that needs it");
     return nb::make_tuple(to_numpy(std::move(made.piece)), to_numpy(std::move(made.sender)), to_numpy(std::move(made.receiver)),
                           to_numpy(std::move(made.source)), to_numpy(std::move(made.after_offsets)), to_numpy(std::move(made.after)),
-                          to_numpy(std::move(order)));
+                          to_numpy(std::move(made.staged)));
 }
 
 } // namespace
 
 void bind_schedule(nb::module_ &m) {
     m.def("make_schedule", &make_schedule, "nics"_a, "workload"_a,
-          "Returns piece, sender, receiver, source, after_offsets and after of all messages, and the order of messages.");
+          "Returns piece, sender, receiver, source, after_offsets, after and staged of all messages, in order.");
 }

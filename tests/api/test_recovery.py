@@ -18,6 +18,8 @@ import reshard
 from reshard import Layout, Mesh, Topology
 from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.coordination.groups.process_group import serve_store
+from reshard.plan import DEFAULT_STAGING_BYTES
+from reshard.planner import planning
 from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 
@@ -73,15 +75,26 @@ def _move(rank, victims, src, on_loss, strategy="multicast", **options):
     return outcome
 
 
-def _run(victims, src, on_loss, **options):
+def _run(victims, src, on_loss, move=None, **options):
     with pytest.raises(LaunchError) as caught:
-        run_processes(_move_with, 8, victims, src, on_loss, options, timeout_seconds=90, grace_seconds=60)
+        run_processes(move or _move_with, 8, victims, src, on_loss, options, timeout_seconds=90, grace_seconds=60)
     assert {failure.rank for failure in caught.value.failures} == set(victims), caught.value
     return [caught.value.results[rank] for rank in range(8) if rank not in victims]
 
 
 def _move_with(rank, victims, src, on_loss, options):
     return _move(rank, victims, src, on_loss, **options)
+
+
+def _move_in_closed_form(rank, victims, src, on_loss, options):
+    """Like :func:`_move`, by a plan that does not list its messages. The plan of the recovery lists them."""
+    planning.MAX_HOLDINGS, most = 0, planning.MAX_HOLDINGS
+    source = shard_of_positions(src, rank, SHAPE, "float32")
+    reshard.reshard(source, src, DST, shape=SHAPE, topology=TOPOLOGY, timeout_seconds=20)
+    (call_group,) = [each for group in reshard.coordination.known_groups(None) for each in group.call_groups.values()]
+    assert {plan.strategy for plan, _, _ in call_group.cache.values()} == {"rotation"}  # further calls use this plan
+    planning.MAX_HOLDINGS = most
+    return _move(rank, victims, src, on_loss, None, staging_bytes=DEFAULT_STAGING_BYTES)
 
 
 @pytest.mark.integration
@@ -103,6 +116,13 @@ def test_survivors_recover(victims):
     for outcome in _run(victims, SRC, "recover"):
         assert outcome["unlike"] == 0 and "error" not in outcome, outcome
         assert outcome["seconds"] < 15, outcome
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("victims", [{3: 1}, {4: 2}], ids=["a source", "a forwarding destination"])
+def test_survivors_recover_from_a_plan_in_closed_form(victims):
+    for outcome in _run(victims, SRC, "recover", _move_in_closed_form):
+        assert outcome["unlike"] == 0 and "error" not in outcome, outcome
 
 
 @pytest.mark.integration

@@ -24,6 +24,7 @@ from microbench.harness.plots import draw_summary
 from microbench.harness.steal_time import Lap, Laps, RetryBudget, TimeBudget
 from microbench.harness.suite import make_records, plan_row
 from microbench.kernels.zfp import zfp_as_int8
+from microbench.planner import large_plans
 from microbench.planner.scaling import ScalingCase, growth, time_case
 from microbench.transfers import hosts
 from reshard.codecs import BlockCodec
@@ -239,6 +240,16 @@ def test_rows_run_under_torchrun(tmp_path):
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert {record["kind"] for record in records} == {"run", "cluster", "row"}
     assert all(not record.get("wrong") for record in records)
+
+
+def test_plans_above_their_limits_are_named():
+    small, large = {"cpu": 1.9, "mib": 100}, {"cpu": 2.1, "mib": 100}
+    assert not large_plans.exceeds_limit("swap/1024", small) and large_plans.exceeds_limit("swap/1024", large)
+    assert not large_plans.exceeds_limit("swap/4096/dgx_h100", large)
+    assert large_plans.exceeds_limit("swap/16384", {"cpu": 0.1, "mib": 4097})
+    assert large_plans.exceeds_limit("300 tensors, 128 to 128", {"error": "exit status 1"})
+    assert not large_plans.exceeds_limit("pods", large)
+    assert large_plans.MODEL_LIMITS.keys() < large_plans.MODELS.keys()
 
 
 def test_planning_time_is_measured_in_a_new_process():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,12 +52,13 @@ def test_staged_messages_count_until_they_are_forwarded(order, most):
         piece=np.array([int(word[1]) for word in words]),
         receiver=np.where(is_forward, 6, 5),
         source=np.array([of_piece[int(word[1])] if word[0] == "S" else -1 for word in words]),
+        staged=~is_forward,
     )
     workload = SimpleNamespace(piece_bytes=np.full(3, 2**16))
     for slots in (1, 2, 3, 4):
         staging_bytes = next(n for n in itertools.count(2**16, 2**16) if num_recv_slots(n, 2**16) >= slots)
         assert num_recv_slots(staging_bytes, 2**16) == slots
-        assert _fits(schedule, workload, ~is_forward, staging_bytes) == (most < slots)
+        assert _fits(schedule, workload, staging_bytes) == (most < slots)
 
 
 def test_staged_messages_that_do_not_fit_are_forwarded_at_once():
@@ -69,15 +71,11 @@ def test_staged_messages_that_do_not_fit_are_forwarded_at_once():
         source=np.array([-1, -1, -1, 0, 1, 2]),
         after_offsets=np.cumsum([0, *map(len, after)]),
         after=np.array(list(itertools.chain(*after))),
+        staged=np.array([True] * 3 + [False] * 3),
     )
-    workload = SimpleNamespace(
-        piece_bytes=np.full(3, 2**16),
-        piece_class=np.zeros(3, dtype=np.int64),
-        class_receivers=(np.array([0, 1]), np.array([6])),
-        num_messages=3,
-    )
-    assert num_recv_slots(2**19, 2**16) == 4 and limit_relay_staging(schedule, workload, 7, 2**19) is schedule
-    made = limit_relay_staging(schedule, workload, 7, 2**17)
+    workload = SimpleNamespace(piece_bytes=np.full(3, 2**16))
+    assert num_recv_slots(2**19, 2**16) == 4 and limit_relay_staging(schedule, workload, 2**19) is schedule
+    made = limit_relay_staging(schedule, workload, 2**17)
     assert made.piece.tolist() == [0, 0, 1, 1, 2, 2] and made.receiver.tolist() == [5, 6] * 3
     assert made.source.tolist() == [-1, 0, -1, 2, -1, 4]
     assert [made.after[a:b].tolist() for a, b in itertools.pairwise(made.after_offsets)] == [
@@ -88,6 +86,5 @@ def test_staged_messages_that_do_not_fit_are_forwarded_at_once():
         [2],
         [4],
     ]
-    both = (np.array([0, 2]), np.array([5, 6]))
-    needed = SimpleNamespace(**{**vars(workload), "class_receivers": both, "num_messages": 6})
-    assert limit_relay_staging(schedule, needed, 7, 2**17) is schedule  # rank 5 needs the pieces, so it stages none
+    needed = replace(schedule, staged=np.zeros(6, dtype=bool))
+    assert limit_relay_staging(needed, workload, 2**17) is needed  # rank 5 needs the pieces, so it stages none

@@ -34,4 +34,5 @@ def schedule_python(nics: Nics, workload: ChunkWorkload) -> ChunkSchedule:
         order = np.lexsort((~crosses, np.array(messages.end, dtype=np.float64)))
     else:
         order = np.array(linearize(messages, crosses.tolist()), dtype=np.int64)
-    return put_in_order(ChunkSchedule(piece, sender, receiver, source, after_offsets, after), order)
+    staged = np.isin(np.arange(len(piece)), sorted(messages.staged))
+    return put_in_order(ChunkSchedule(piece, sender, receiver, source, after_offsets, after, staged), order)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,6 +21,7 @@ class ChunkSchedule:
         piece, sender, receiver: ``(messages,)``.
         source: ``(messages,)`` the message that brought the piece to the sender, or -1 if the sender is a holder.
         after_offsets, after: message i starts after messages ``after[after_offsets[i]:after_offsets[i + 1]]``.
+        staged: ``(messages,)`` bool: whether the receiver only forwards the piece, to ranks of its host that need it.
     """
 
     piece: np.ndarray
@@ -29,6 +30,7 @@ class ChunkSchedule:
     source: np.ndarray
     after_offsets: np.ndarray
     after: np.ndarray
+    staged: np.ndarray
 
 
 def put_in_order(schedule: ChunkSchedule, order: np.ndarray) -> ChunkSchedule:
@@ -43,6 +45,7 @@ def put_in_order(schedule: ChunkSchedule, order: np.ndarray) -> ChunkSchedule:
         source=np.where(schedule.source < 0, -1, new_index[schedule.source])[order],
         after_offsets=np.concatenate([[0], np.cumsum(counts)]),
         after=new_index[schedule.after[ranges(schedule.after_offsets[order], counts)]],
+        staged=schedule.staged[order],
     )
 
 
@@ -70,6 +73,7 @@ def interleave(schedules: Sequence[ChunkSchedule], num_pieces: Sequence[int]) ->
         source=joined["source"],
         after_offsets=np.concatenate([[0], np.cumsum(joined["num_after"])]),
         after=joined["after"],
+        staged=np.concatenate([schedule.staged for schedule in schedules]),
     )
     return put_in_order(schedule, np.argsort(joined["share"], kind="stable"))
 
@@ -91,5 +95,5 @@ def make_schedule(nics: Nics, workload: ChunkWorkload) -> ChunkSchedule:
         host=ints(nics.host), out=floats(nics.out), into=floats(nics.into), of_rank=ints(nics.of_rank),
         pod=ints(nics.pod), up=floats(nics.up), down=floats(nics.down),
     )  # fmt: skip
-    *columns, order = _native.make_schedule(arrays, workload)
-    return put_in_order(ChunkSchedule(*columns), order)
+    schedule = ChunkSchedule(*_native.make_schedule(arrays, workload))
+    return replace(schedule, staged=schedule.staged.view(bool))

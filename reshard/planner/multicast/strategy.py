@@ -96,8 +96,7 @@ def schedule_chunks(
 
 
 def _schedule(problem: PlanProblem, nics: Nics, workload: ChunkWorkload) -> ChunkSchedule:
-    schedule = make_schedule(nics, workload)
-    return limit_relay_staging(schedule, workload, len(problem.topology.host_of_rank), problem.staging_bytes)
+    return limit_relay_staging(make_schedule(nics, workload), workload, problem.staging_bytes)
 
 
 def _schedule_parts(
@@ -280,7 +279,7 @@ def _to_transfers(problem: PlanProblem, boxes: Boxes, schedule: ChunkSchedule) -
         edge_offsets=np.arange(len(schedule.piece) + 1),
         sender=schedule.sender,
         receiver=schedule.receiver,
-        splits=np.ones((len(schedule.piece), problem.start.shape[1]), dtype=np.int64),
+        splits=np.broadcast_to(np.int64(1), (len(schedule.piece), problem.start.shape[1])),
         window=np.where(host[schedule.sender] == host[schedule.receiver], INSIDE_WINDOW, WINDOW),
         after_offsets=schedule.after_offsets,
         after=schedule.after,
