@@ -205,7 +205,9 @@ def three_axes() -> Iterable[Row]:
                 rng.choice([*axes_of, []]).append(axis)  # the axis shards a dim, or none
             specs.append(" ".join("S" + "".join(axes) if axes else "R" for axes in axes_of))
         name = f"{number}: {specs[0]} on {src_hosts}x2x2 -> {specs[1]} on {dst_hosts}x2x2"
-        yield from _rows("three axes", "five", (rows, 8 * _MIB // rows + 1), src, dst, (name, *specs, False))
+        yield from _rows(
+            "three axes", "five", (rows, 8 * _MIB // rows + 1), src, dst, (name, specs[0], specs[1], False)
+        )
 
 
 def random_rows(seed: int, count: int) -> Iterable[Row]:
