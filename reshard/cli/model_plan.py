@@ -309,14 +309,15 @@ def plan_model(
     target_side = Parallelism(model, read_sizes(dst, "--dst"), "--dst", source_side.num_ranks)
     network = topology(source_side.num_ranks + target_side.num_ranks)
     begun = time.perf_counter()
-    plan = make_plan(
-        source_side.layouts(),
-        target_side.layouts(),
-        {tensor.name: tensor.shape for tensor in model.tensors},
-        {tensor.name: tensor.dtype for tensor in model.tensors},
-        topology=network,
-        **options,
-    )
+    with show_elapsed(f"planning {count_of(len(model.tensors), 'tensor')}"):
+        plan = make_plan(
+            source_side.layouts(),
+            target_side.layouts(),
+            {tensor.name: tensor.shape for tensor in model.tensors},
+            {tensor.name: tensor.dtype for tensor in model.tensors},
+            topology=network,
+            **options,
+        )
     return ModelPlan(model, plan, time.perf_counter() - begun)
 
 

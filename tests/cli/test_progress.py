@@ -116,5 +116,5 @@ def test_a_search_shows_its_time_on_a_terminal_and_in_a_pipe():
     assert "searching: 00:0" in shown and "; joint on 16 ranks" in shown and " s left" in shown
     assert "searching" not in text
     piped = _run(command, subprocess.PIPE)
-    assert re.match(rb"searching: [1-9]\d* s; .* on \d+ ranks", piped.stderr)
+    assert re.match(rb"searching: [1-9]\d* s; \w+", piped.stderr)
     assert b"searching" not in piped.stdout

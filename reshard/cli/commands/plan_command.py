@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from reshard.cli.model_plan import DIMENSIONS, describe_model_plan, describe_move, hosts_of_eight, plan_model
+from reshard.cli.progress_bars import print_line, show_elapsed, track
 from reshard.errors import ArgumentError, TopologyError
 from reshard.formatting import did_you_mean, format_ranks
 from reshard.planner import ALIASES, AUTO, STRATEGIES, make_plan
@@ -118,7 +119,8 @@ def run(options: argparse.Namespace) -> int:
         if options.rank is not None or options.format != "text":
             raise ArgumentError("--strategy all prints a table; omit --rank and --format")
         return _compare(plan_with)
-    plan = plan_with(options.strategy)
+    with show_elapsed("planning"):
+        plan = plan_with(options.strategy)
     _check_rank(options.rank, plan)
     is_named = options.strategy not in (None, AUTO)
     _print_plan(plan, options.format, options.rank, plan_auto=functools.partial(plan_with, None) if is_named else None)
@@ -146,7 +148,9 @@ def _plan_model(options: argparse.Namespace) -> int:
     )
     _check_rank(options.rank, planned.plan)
     if options.format in ("text", "summary") and options.rank is None:
-        print(describe_model_plan(planned, lists_classes=options.format == "text"))
+        with show_elapsed("predicting its time"):
+            text = describe_model_plan(planned, lists_classes=options.format == "text")
+        print(text)
     else:
         _print_plan(planned.plan, options.format, options.rank, describe_move(planned, options.src, options.dst))
     return 0
@@ -234,7 +238,6 @@ def _to_json(plan: Plan, rank: int | None) -> dict[str, Any]:
 
 def _compare(plan_with: Callable[[str | None], Plan]) -> int:
     """Print a table that compares all strategies."""
-    from reshard.cli.progress_bars import print_line, track
     from reshard.cost import CostReport, find_bound
 
     chosen = plan_with(None)
