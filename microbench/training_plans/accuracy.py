@@ -2,13 +2,15 @@
 
 Devices sleep for the seconds of their stages, and the tensors of the edges cross rate-limited links. The first training
 plan of each model corrects its profile, as ``tune`` does. All others are predicted before they run. Sums of gradients
-are
-left out: timed stages have no parameters.
+are left out: timed stages have no parameters. ``--fresh SEED`` draws other training plans, some of them with several
+stages on the same ranks, and measures them in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +47,8 @@ CASES = (
     "1:1, 3:1, 4:2",
     "3:1, 1:1, 1:1, 3:1",
 )
+#: Devices of the stages that :func:`draw_cases` draws from, and rounds in which it measures its training plans.
+DEVICES, ROUNDS = ((2, 2), (2, 2), (2, 1, 1), (1, 1, 2), (1, 1, 1, 1)), 3
 MB = 250_000  # elements of a megabyte
 
 
@@ -91,6 +95,24 @@ MODELS = (
 )
 
 
+def draw_cases(seed: int, number: int = 8) -> tuple[str, ...]:
+    """Random stages of 8 layers, as texts, after the first of :data:`CASES`, which corrects the profile.
+
+    Stages on two meshes of two devices may take two turns on each of them.
+    """
+    chance, drawn = random.Random(seed), dict.fromkeys(CASES[:1])
+    while len(drawn) < 1 + number:
+        devices = chance.choice(DEVICES)
+        turns = 2 if devices == (2, 2) and chance.random() < 0.5 else 1
+        cuts = [0, *sorted(chance.sample(range(1, 8), turns * len(devices) - 1)), 8]
+        layers = [end - first for first, end in itertools.pairwise(cuts)]
+        parts = [f"{count}:{size}" for count, size in zip(layers, devices, strict=False)]
+        parts += [f"{count}@{stage}" for stage, count in enumerate(layers[len(devices) :])]
+        if (text := ", ".join(parts)) not in CASES:
+            drawn[text] = None
+    return tuple(drawn)
+
+
 def make_pipeline(problem: SearchProblem, stages: Stages) -> Pipeline:
     """The pipeline of a training plan with meshes and tensors, as the engine runs it."""
     made = problem.pipeline(stages, MICROBATCHES)
@@ -131,7 +153,7 @@ def measure_strategy(
 
 
 def run_model(
-    model: AccuracyModel, shaped: Topology, cases: Sequence[str]
+    model: AccuracyModel, shaped: Topology, cases: Sequence[str], rounds: int = 1
 ) -> tuple[list[tuple[str, float, float]], float]:
     """``(training plan, predicted, measured)`` of all cases, and the measured seconds of the choice of the search."""
     plain = nominal(shaped)
@@ -140,19 +162,20 @@ def run_model(
     true = SearchProblem(graph, devices, model.profile(graph), NUM_SAMPLES, microbatch_counts=(MICROBATCHES,))
     rows: list[tuple[str, float, float]] = []
     with EmulatedCluster(shaped) as cluster:
-        problem = true
-        for number, text in track(enumerate(cases), "training plans", len(cases)):
-            _, training_plan = make_by_hand(problem, devices, parse_stages(text), MICROBATCHES)
-            seconds, timeline = measure_strategy(cluster, true, training_plan, plain)
-            if number == 0:
-                problem = problem.changed(profile=correct_profile(true, training_plan, [timeline]))
-                print_line(f"{model.name}: a message takes {1e3 * problem.profile.message_seconds:.2f} ms")
-                continue
-            rows.append((text, training_plan.seconds, statistics.median(seconds)))
+        _, first = make_by_hand(true, devices, parse_stages(cases[0]), MICROBATCHES)
+        _, timeline = measure_strategy(cluster, true, first, plain)
+        problem = true.changed(profile=correct_profile(true, first, [timeline]))
+        print_line(f"{model.name}: a message takes {1e3 * problem.profile.message_seconds:.2f} ms")
+        plans = {text: make_by_hand(problem, devices, parse_stages(text), MICROBATCHES)[1] for text in cases[1:]}
+        times: dict[str, list[float]] = {text: [] for text in plans}
+        for text in track(list(plans) * rounds, "training plans"):
+            times[text] += measure_strategy(cluster, true, plans[text], plain, REPEATS // rounds)[0]
+        for text, seconds in times.items():
+            rows.append((text, plans[text].seconds, statistics.median(seconds)))
             print_line(
-                f"{model.name:16}{text:22}{training_plan.schedule.name:14} predicted {training_plan.seconds:.3f} s, "
+                f"{model.name:16}{text:22}{plans[text].schedule.name:24} predicted {plans[text].seconds:.3f} s, "
                 f"measured {rows[-1][2]:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), ratio "
-                f"{training_plan.seconds / rows[-1][2]:.3f}",
+                f"{plans[text].seconds / rows[-1][2]:.3f}",
             )
         chosen = choose_training_plan(problem)
         taken = statistics.median(measure_strategy(cluster, true, chosen, plain)[0])
@@ -167,6 +190,9 @@ def run_model(
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", default="1 Gbit/s", help="rate of each NIC (1 Gbit/s)")
     parser.add_argument("--model", action="append", help="run only models with this text; may be repeated")
+    parser.add_argument(
+        "--fresh", type=int, metavar="SEED", help="draw other training plans, and measure them in turns"
+    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -175,8 +201,10 @@ def run(options: argparse.Namespace) -> None:
 
     models = {model.name: model for model in MODELS}
     every, correlations = [], []
-    for name in select(models, options.model):
-        rows, _ = run_model(models[name], equal_hosts(options.rate, 2, 2), CASES)
+    for number, name in enumerate(select(models, options.model)):
+        fresh = options.fresh is not None
+        cases, rounds = (draw_cases(options.fresh + number), ROUNDS) if fresh else (CASES, 1)
+        rows, _ = run_model(models[name], equal_hosts(options.rate, 2, 2), cases, rounds)
         every += rows
         correlations.append(float(spearmanr([row[1] for row in rows], [row[2] for row in rows])[0]))
     ratios = [predicted / measured for _, predicted, measured in every]

@@ -26,6 +26,8 @@ from microbench.harness.suite import make_records, plan_row
 from microbench.kernels.zfp import zfp_as_int8
 from microbench.planner import large_plans
 from microbench.planner.scaling import ScalingCase, growth, time_case
+from microbench.strategies.accuracy import CASES as CASES_OF_ACCURACY, draw_cases
+from microbench.strategies.by_hand import parse_stages
 from microbench.transfers import hosts
 from reshard.codecs import BlockCodec
 from reshard.topology.topology import Link
@@ -359,3 +361,13 @@ def test_every_case_starts_and_is_in_the_table_of_the_guide(capsys):
             main([name, "--help"])
         assert ended.value.code == 0
         assert f"usage: python -m microbench {name}" in capsys.readouterr().out
+
+
+def test_fresh_training_plans_have_all_layers_and_devices():
+    cases = draw_cases(7)
+    assert cases == draw_cases(7) != draw_cases(8)
+    assert len(set(cases)) == 9 and set(cases) & set(CASES_OF_ACCURACY) == {"4:2, 4:2"}
+    assert any("@" in text for seed in range(5) for text in draw_cases(seed))
+    for text in cases:
+        stages = parse_stages(text)
+        assert stages[-1].end_layer == 8 and max(stage.end_rank for stage in stages) == 4

@@ -21,7 +21,7 @@ from .alpa import alpa, num_sums
 from .bmw import bmw, galvatron_released
 from .interleaving import interleaved
 from .joint import joint
-from .moves import all_alike, fewer_microbatches, neighbours
+from .moves import changed_alike, fewer_microbatches, neighbours
 from .pure import pure
 from .shortage import smallest_shortages
 
@@ -44,6 +44,8 @@ MAX_SUMS = 250_000_000
 #: ``NUM_IMPROVED``: evaluated training plans that local moves improve. ``MOVE_BUDGET``: computations that may be
 #: simulated for one of them.
 NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
+#: Computations that may be simulated to make a training plan fit that just does not.
+SHRINK_BUDGET = 4_000
 #: Number of the best training plans for which ``auto_schedule`` is tried at the end.
 NUM_THOROUGH = 2
 #: Two numbers: of the best training plans whose meshes interleaved candidates use, and of interleaved candidates that
@@ -55,6 +57,9 @@ NEAR_INTERLEAVED = 1.1
 ERROR_OF_SPREAD = 0.4
 #: A simpler training plan is improved by moves if it takes at most this many times as long as a tie may.
 NEAR_TIE = 1.1
+#: ``joint`` predicts at most about this many times what a plan with split backwards takes: it knows whole backwards
+#: only, and weight gradients are a third of the work.
+MAX_SPLIT_GAIN = 1.25
 #: A move must shorten the time by at least this fraction.
 MIN_GAIN = 1e-6
 
@@ -70,9 +75,9 @@ def auto(
 
     Args:
         report: called before each method.
-        below_seconds: ``joint`` stops at slower plans.
+        below_seconds: ``joint`` stops at plans that are slower, even if split backwards gain much.
     """
-    limited = functools.partial(joint, below_seconds=below_seconds)
+    limited = functools.partial(joint, below_seconds=below_seconds * MAX_SPLIT_GAIN)
     methods = {name: limited if method is joint else method for name, method in METHODS.items()}
     candidates: dict[str, Candidate] = {}
     names = [name for name, method in METHODS.items() if method is not alpa or num_sums(problem) <= MAX_SUMS]
@@ -87,7 +92,24 @@ def auto(
     if rules != problem.rules and 0 in problem.rules.zero and False in problem.rules.recompute:
         for candidate in limited(problem.changed(rules=rules)):
             candidates.setdefault(candidate.text, candidate)
-    return tuple(candidates.values()) or tuple(shortage.candidate for shortage in smallest_shortages(problem))
+    shortages = () if candidates else smallest_shortages(problem)
+    return tuple(candidates.values()) or tuple(_shrink(problem, shortage.candidate) for shortage in shortages)
+
+
+def _shrink(problem: SearchProblem, candidate: Candidate) -> Candidate:
+    """The candidate after moves that each lower the memory that it lacks, until it fits or the tries are spent."""
+    best, left, gained = evaluate(problem, candidate), SHRINK_BUDGET, True
+    while gained and best is not None and best.short_bytes:
+        gained = False
+        for changed in neighbours(problem, best.candidate):
+            left -= 3 * changed.num_microbatches * len(changed.stages)
+            if left < 0:
+                break
+            found = evaluate(problem, changed)
+            if found is not None and found.short_bytes < best.short_bytes:
+                best, gained = found, True
+                break
+    return candidate if best is None else best.candidate
 
 
 def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bool) -> list[Evaluation]:
@@ -146,28 +168,26 @@ def refine(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Ev
         for item in [item for item in evaluations if item.candidate.is_interleaved is is_interleaved][:NUM_THOROUGH]:
             evaluations[evaluations.index(item)] = _thorough(problem, item)
     evaluations.sort(key=order)
-    evaluations = [*_changed_alike(problem, evaluations), *evaluations]
     if evaluations and not evaluations[0].short_bytes:
         shared = interleave(problem, evaluations, evaluations[0].seconds)
         evaluations += [_thorough(problem, item) for item in shared]
+        evaluations += _change_alike(problem, min(evaluations, key=order))
     return sorted(evaluations, key=order)
 
 
-def _changed_alike(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The best candidate with another ZeRO or recomputation in all stages under ``auto_schedule``, if that is faster.
+def _change_alike(problem: SearchProblem, best: Evaluation) -> list[Evaluation]:
+    """The best candidate after changes of all stages or of the number of microbatches, under ``auto_schedule``.
 
-    Local moves compare candidates under the known schedules, of which those that split backwards gain most.
+    Local moves compare candidates under the known schedules, which may rank them otherwise.
     """
-    if not evaluations or evaluations[0].short_bytes:
-        return []
-    best, found = evaluations[0], []
-    for candidate in all_alike(problem, best.candidate):
+    found = []
+    for candidate in changed_alike(problem, best.candidate):
         target = best.seconds * (1 - MIN_GAIN)
         if step_bound(problem, candidate) < target:
             better = evaluate(problem, candidate, thorough=True, below_seconds=target)
             if better is not None:
                 best = better
-                found.insert(0, better)
+                found.append(better)
     return found
 
 

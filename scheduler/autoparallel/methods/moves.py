@@ -21,17 +21,24 @@ def neighbours(problem: SearchProblem, candidate: Candidate) -> Iterator[Candida
     for changed in (*_moved_cuts(stages), *others, *_merged(problem, stages)):
         if _is_valid(problem, changed, count):
             yield replace(candidate, method="auto", stages=changed, predicted_seconds=None)
-    at = problem.microbatch_counts.index(count)
-    for other in problem.microbatch_counts[max(0, at - 1) : at + 2]:
-        if other != count and _is_valid(problem, stages, other):
-            yield replace(candidate, method="auto", num_microbatches=other, predicted_seconds=None)
+    yield from _other_counts(problem, candidate)
 
 
-def all_alike(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate with the same ZeRO, or the same recomputation, in all stages."""
+def changed_alike(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate with the same ZeRO or recomputation in all stages, or with another number of microbatches."""
+    count = candidate.num_microbatches
     for changed in _alike(problem, candidate.stages):
-        if changed != candidate.stages and _is_valid(problem, changed, candidate.num_microbatches):
+        if changed != candidate.stages and _is_valid(problem, changed, count):
             yield replace(candidate, method="auto", stages=changed, predicted_seconds=None)
+    yield from _other_counts(problem, candidate)
+
+
+def _other_counts(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
+    """The candidate with the next smaller and the next larger number of microbatches."""
+    at = problem.microbatch_counts.index(candidate.num_microbatches)
+    for other in problem.microbatch_counts[max(0, at - 1) : at + 2]:
+        if other != candidate.num_microbatches and _is_valid(problem, candidate.stages, other):
+            yield replace(candidate, method="auto", num_microbatches=other, predicted_seconds=None)
 
 
 def fewer_microbatches(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:

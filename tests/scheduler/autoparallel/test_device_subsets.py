@@ -43,7 +43,7 @@ def check_parts(seed):
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "seed", [*range(5), 88, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))]
+    "seed", [*range(5), 88, 730_018, 730_149, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))]
 )
 def test_no_plan_on_a_part_of_the_cluster_is_faster_than_the_choice_or_below_the_bound(seed):
     seconds, bound = check_parts(seed)
