@@ -219,7 +219,8 @@ def add_parts(
 
 def time_choice(regions: Regions, choice: FormatChoice) -> tuple[float, dict[tuple[int, str], str]]:
     """CPU seconds in which the slowest rank chooses its formats, in the fastest of some runs; and the formats."""
-    seconds, names = [math.inf] * NUM_TRAINERS, {}
+    seconds = [math.inf] * NUM_TRAINERS
+    names: dict[tuple[int, str], str] = {}
     for _ in range(PARTS_REPEATS):
         gain = 0.0
         for rank in range(NUM_TRAINERS):
