@@ -16,6 +16,8 @@ BF16_RATIO = 0.71
 BITS_BEYOND_DISTANCE = 2.37
 #: Bits that zstd takes for a change beyond the entropy if few words changed. The number is fitted to updates of a GPT.
 BITS_PER_RARE_CHANGE = 10
+#: Bytes of zstd over those of the entropy, fitted to the same updates.
+ZSTD_EXCESS = 1.12
 
 
 @dataclass(frozen=True)
@@ -72,4 +74,4 @@ def planes_ratio(width: int, sample: Sample) -> float:
     # by how much, if the differences are normally distributed
     bits += changed * min(math.log2(max(sample.distance, 1.0)) + BITS_BEYOND_DISTANCE, 8.0)
     ratio = (bits + BITS_PER_RARE_CHANGE * changed * (1 - changed) ** 8) / (8 * width)
-    return ratio + sample.wide * (width - 1) / width
+    return ZSTD_EXCESS * ratio + sample.wide * (width - 1) / width

@@ -78,7 +78,9 @@ def _forward(listener: socket.socket, port: int) -> None:
                     key.data.sendall(data)
                 if not data:
                     for end in (key.fileobj, key.data):
-                        with contextlib.suppress(KeyError):
+                        with contextlib.suppress(
+                            KeyError, ValueError
+                        ):  # closed for its other end, which was ready, too
                             selector.unregister(end)
                         end.close()
 
