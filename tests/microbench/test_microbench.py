@@ -26,8 +26,8 @@ from microbench.harness.suite import make_records, plan_row
 from microbench.kernels.zfp import zfp_as_int8
 from microbench.planner import large_plans
 from microbench.planner.scaling import ScalingCase, growth, time_case
-from microbench.strategies.accuracy import CASES as CASES_OF_ACCURACY, draw_cases
-from microbench.strategies.by_hand import parse_stages
+from microbench.training_plans.accuracy import CASES as CASES_OF_ACCURACY, draw_cases
+from microbench.training_plans.by_hand import parse_stages
 from microbench.transfers import hosts
 from reshard.codecs import BlockCodec
 from reshard.topology.topology import Link
