@@ -162,7 +162,7 @@ def count_waits_for_sends(rank):
     counts, hand_over = Counter(), QueuedTransfers._hand_over
 
     def counted(self, *args):
-        if self._direct.only_sends:
+        if self._posted_program.only_sends:
             counts[id(self)] += 1
         return hand_over(self, *args)
 
