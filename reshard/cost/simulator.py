@@ -58,7 +58,7 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
       later passes it at once.
     * Latency: a message first occupies its sender's port for the latency. Then its bytes flow.
     * Change of sender: a message of one rank may have to wait at its receiver's host for the end of another rank's
-      message. It then occupies the port for another ``sender_switch_seconds``, until its sender knows of that end.
+      message. Its sender learns of that end ``sender_switch_seconds`` later, and the port is busy until then.
     * Start of the call: nothing flows before ``start_seconds``.
 
     Args:

@@ -23,8 +23,8 @@ class Transfers:
     ``edge_offsets[i]:edge_offsets[i + 1]``. Several transfers may move one region. Each edge follows the edge that
     brings the data to its sender, unless the sender holds it; an edge from a rank to itself is a copy. A transfer of
     one box is sent in ``prod(splits[i])`` chunks; all boxes of a transfer of several small boxes are one message. A
-    transfer may wait for other transfers of one message each. These bring the data to its sender, or the plan orders
-    them before it.
+    transfer may wait for other transfers of one message each. They bring the data to its sender, or the plan
+    wants them to end first.
 
     Attributes:
         box_offsets: ``(regions + 1,)``.
@@ -33,7 +33,8 @@ class Transfers:
         edge_offsets: ``(transfers + 1,)``.
         sender, receiver: ``(edges,)`` ranks.
         splits: ``(transfers, ndim)`` the number of parts that each dim is cut into.
-        window: ``(transfers,)`` limit on the unfinished messages of a sender when it starts one of these, included.
+        window: ``(transfers,)`` a sender starts a message of the transfer only if at most ``window`` of its messages,
+            this one included, are then unfinished.
         after_offsets, after: transfer i starts after transfers ``after[after_offsets[i]:after_offsets[i + 1]]`` have
         finished.
         source: ``(transfers,)`` the transfer in ``after`` that brings the data to the first sender, -1 if the sender

@@ -337,7 +337,7 @@ def _number_in(group: np.ndarray, value: np.ndarray) -> np.ndarray:
 
 
 def _take_turns(choices: np.ndarray, turn: np.ndarray) -> np.ndarray:
-    """``(rows,)`` one of the different numbers of each row that are not -1: another one at each turn."""
+    """``(rows,)`` number ``turn % n`` of the ``n`` distinct numbers in each row; -1 does not count."""
     choices = np.sort(choices, axis=1)
     is_new = choices >= 0
     is_new[:, 1:] &= choices[:, 1:] != choices[:, :-1]

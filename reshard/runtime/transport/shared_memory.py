@@ -27,7 +27,7 @@ from reshard.runtime.transport.descriptors import has_descriptors
 
 #: Smallest message that goes through shared memory. Smaller ones go over sockets, which their sender need not wait for.
 MIN_SHARED_BYTES = 2**18 + 1
-#: An environment variable. A rank on which it is "0" shares no memory.
+#: An environment variable. If it is "0" on a rank, this rank sends and receives nothing through shared memory.
 SHARED_MEMORY_VARIABLE = "RESHARD_SHARED_MEMORY"
 #: Limit on the ranks of a host that share memory. Each maps the segments of all others.
 MAX_RANKS_OF_HOST = 128

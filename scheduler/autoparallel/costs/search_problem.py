@@ -284,7 +284,7 @@ class SearchProblem:
         return self._layer_costs[key]
 
     def workload(self, num_microbatches: int, device_type: str | None = None) -> LayerCostInputs:
-        """A step of some microbatches on a type of device; default: the first."""
+        """Inputs of the costs of a step: its number of microbatches, and the type of device (default: the first)."""
         profile = self.profile if device_type is None else self.profiles[device_type]
         return LayerCostInputs(
             profile, self.states, self.num_samples // num_microbatches, num_microbatches, self.codec_costs

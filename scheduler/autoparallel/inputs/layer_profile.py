@@ -62,8 +62,8 @@ class ClassTimes:
     Attributes:
         measured: times, each for a number of samples.
         failed: numbers of samples that did not fit the memory.
-        all_gather_seconds: seconds that an all-gather of the layer's parameters under ZeRO 3 adds to the computation of
-            a device, without the time of the bytes on links.
+        all_gather_seconds: seconds that a device spends on an all-gather of the layer's parameters under ZeRO 3, for
+            launches and copies; the time of the bytes on links is not in it.
         reduce_scatter_seconds: the same for a reduce-scatter of the gradients of these parameters.
 
     Raises:

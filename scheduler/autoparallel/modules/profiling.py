@@ -30,7 +30,7 @@ MAX_ZERO_REPEATS = 3
 #: If a forward and a backward of a number of samples take longer than this, larger numbers are not measured: work of
 #: this length grows with the samples.
 MAX_SECONDS = 1.0
-#: No more repetitions follow once they took this long together, but at least :data:`MIN_REPEATS`.
+#: After :data:`MIN_REPEATS` repetitions, measuring stops once all of them together took this long.
 ENOUGH_SECONDS, MIN_REPEATS = 2.0, 2
 
 
