@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=int, help="number of devices; needed with the name of a machine (default: all of the file)")
     add("--memory", required=True, help="memory of a device, for example 80GB")
     add("--samples", type=int, required=True, help="samples of a step")
-    add("--profile", help="JSON of a Profile, as profile_layers() measures it")
+    add("--profile", help="JSON of a LayerProfile, as reshard profile writes it")
     add("--flops", type=float, help="without --profile: peak operations per second of a device, to estimate times")
     add("--efficiency", type=float, help=f"fraction of --flops that layers reach (default: {EFFICIENCY})")
     add("--mixed", action="store_true", help="16-bit parameters with float32 optimizer states (default: float32)")
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="fix num_microbatches, tp, zero, recompute, or grid=2x2x1",
+        help="fix num_microbatches, tp, zero, recompute, idle=0, or grid=2x2x1",
     )
     add("--compression", metavar="POLICY", help="codecs that may be used, such as dp=int8x128,pp=int8x128; lossy")
     add("--html", metavar="FILE", help="draw a page: time and memory of each stage with the limits, and the schedule")

@@ -217,8 +217,8 @@ class Pipe:
             schedule: a schedule, or a function of a pipeline and a number of microbatches that returns one. If a batch
                 has fewer microbatches, a schedule runs only for its first ones. Default: that of the training plan, or
                 :func:`auto_schedule`.
-            profile: seconds of each stage, as :meth:`PipelineEngine.profile` returns; default: measured in two trial
-                steps on ``example``.
+            profile: seconds of each stage, as :meth:`PipelineEngine.profile` returns; default: measured in two or three
+                trial steps on ``example``.
             device: device of the parameters.
             group: process group whose ranks the placements name; default: the world.
             topology: hosts and links; default: hosts are found by host name.

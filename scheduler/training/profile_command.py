@@ -64,6 +64,9 @@ def run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise ArgumentError("measuring layers needs torch: pip install 'reshard[torch]'")
     counts = _parse_counts(options.sample_counts)
+    for option in ("graph", "profile"):
+        if not Path(getattr(options, option)).parent.is_dir():
+            raise ArgumentError(f"--{option} is {getattr(options, option)}; there is no such folder")
     with show_elapsed("loading torch and finding layers"):
         traced = _trace(options)
     from ..autoparallel import profile_layers
@@ -110,10 +113,12 @@ def _trace(options: argparse.Namespace) -> TracedModel:
     import torch
 
     place, colon, name = options.model.rpartition(":")
+    if not colon and name.endswith(".py"):
+        raise ArgumentError(f"{name} is a file; pass {name}:FUNCTION, where FUNCTION returns (model, batch)")
     if not colon:
         return _trace_preset(options)
-    for option in ("shrink", "sequence"):
-        if getattr(options, option) not in (None, 1):
+    for option, default in (("shrink", 1), ("sequence", None)):
+        if getattr(options, option) != default:
             raise ArgumentError(f"--{option} is for presets; omit it, and let {name} return the model that you want")
     from ..autoparallel import trace_module
 
@@ -133,6 +138,8 @@ def _trace_preset(options: argparse.Namespace) -> TracedModel:
         raise ArgumentError(f"--shrink is {options.shrink}; it must be positive")
     preset = preset.shrunk(options.shrink, 1)
     if options.sequence is not None:
+        if options.sequence < 1:
+            raise ArgumentError(f"--sequence is {options.sequence}; it must be positive")
         if not isinstance(preset.config, GPTConfig):
             raise ArgumentError(f"{options.model} has no sequence; omit --sequence")
         preset = replace(preset, config=replace(preset.config, sequence=options.sequence))

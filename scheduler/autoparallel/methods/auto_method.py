@@ -211,8 +211,12 @@ def interleave(problem: SearchProblem, evaluations: Sequence[Evaluation], limit_
 
 
 def _pipelines(evaluations: Sequence[Evaluation]) -> list[Candidate]:
-    """The candidates of several stages that fit the memory."""
-    return [item.candidate for item in evaluations if not item.short_bytes and len(item.candidate.stages) > 1]
+    """The candidates of several stages, one on each mesh, that fit the memory."""
+    return [
+        item.candidate
+        for item in evaluations
+        if not item.short_bytes and len(item.candidate.stages) > 1 and not item.candidate.is_interleaved
+    ]
 
 
 def _simulate_interleaved(
