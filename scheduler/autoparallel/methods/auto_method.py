@@ -319,7 +319,7 @@ def _shorten(problem: SearchProblem, start: Evaluation, limit: float, budget: in
 
 
 def _check_candidate(problem: SearchProblem, candidate: Candidate) -> None:
-    """Raise ArgumentError unless a candidate has all layers and ranks, and its stages divide the samples."""
+    """Raise ArgumentError unless a candidate has all layers, ranks of the cluster, and stages that share samples."""
     if not isinstance(candidate, Candidate):
         raise ArgumentError(f"a method must return Candidates, not {candidate!r:.100}")
     stages, count = candidate.stages, candidate.num_microbatches

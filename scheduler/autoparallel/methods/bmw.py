@@ -14,7 +14,7 @@ Cuts = tuple[int, ...]
 
 
 def bmw(problem: SearchProblem) -> tuple[Candidate, ...]:
-    """The best balanced plan of each number of microbatches and pipeline degree, best first.
+    """Balanced plans, one of each number of microbatches and pipeline degree; the four fastest, fastest first.
 
     Stages have equal meshes. The search starts from the partition that balances memory. It moves one layer at a time
     away from the slowest stage, as long as two rules hold: no stage becomes slower than the slowest stage was, and no

@@ -148,7 +148,7 @@ def _rank_sequences(problem: SearchProblem) -> Iterator[tuple[tuple[int, int], .
 
 
 def _fastest(problem: SearchProblem, first: int, end: int, count: int) -> list[_Mesh]:
-    """The mesh with three choices: the fastest, the fastest that allows split backwards, and one with recomputation.
+    """The mesh with its choices: the fastest, the fastest that allows split backwards, and one with recomputation.
 
     If some layers cannot have a choice, the mesh also gets the choice that is fastest for the other layers.
     """

@@ -12,8 +12,9 @@ from ..inputs.stages import StagePlan
 def pure(problem: SearchProblem) -> tuple[Candidate, ...]:
     """Data parallelism, ZeRO, tensor with data parallelism, pipelines of equal stages, and Megatron's rule.
 
-    A pipeline has equal numbers of layers and devices. Each variant comes with every allowed number of microbatches and
-    without and with recomputation. Variants whose 1F1B does not fit the memory are left out.
+    A pipeline has equal numbers of layers and devices. Each variant is tried with every allowed number of
+    microbatches, without and with recomputation, and the six fastest are returned. Variants whose 1F1B does not fit the
+    memory are left out.
 
     Source of the rule: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021): tensor
     parallelism up to the devices of a host, then the fewest stages that fit, then data parallelism.
