@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -71,12 +72,14 @@ def _other_choices(problem: SearchProblem, stages: Stages, count: int) -> Iterat
     pp_ranks = pp_ranks_of(stages)
     for index, stage in enumerate(stages):
         for choice in problem.choices(stage.num_ranks, problem.num_samples // count):
-            if pp_ranks[index] not in pp_ranks[:index] and stage.choices != (choice,) * stage.num_layers:
-                own = [item for item, pp_rank in enumerate(pp_ranks) if pp_rank == pp_ranks[index]]
-                yield tuple(
-                    replace(item, choices=(choice,) * item.num_layers) if number in own else item
-                    for number, item in enumerate(stages)
-                )
+            if pp_ranks[index] in pp_ranks[:index]:
+                continue
+            changed = tuple(
+                replace(item, choices=(choice,) * item.num_layers) if pp_rank == pp_ranks[index] else item
+                for item, pp_rank in zip(stages, pp_ranks, strict=True)
+            )
+            if changed != stages:
+                yield changed
         if len(problem.rules.recompute) == 2:
             number = sum(choice.recompute for choice in stage.choices)
             for other in (number - 1, number + 1):
@@ -131,6 +134,10 @@ def _is_valid(problem: SearchProblem, stages: Stages, count: int) -> bool:
             return False
         if problem.rules.executable and len({choice.stage_key for choice in stage.choices}) > 1:
             return False
-        if not problem.can_have(stage.choices[0], stage.first_layer, stage.end_layer):
-            return False
+        first = stage.first_layer
+        for choice, run in itertools.groupby(stage.choices):
+            end = first + len(list(run))
+            if not problem.can_have(choice, first, end):
+                return False
+            first = end
     return True

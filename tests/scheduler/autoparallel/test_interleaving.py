@@ -13,9 +13,11 @@ from reshard.scheduler.autoparallel.costs.codec_costs import RAW, CodecCost, Cod
 from reshard.scheduler.autoparallel.costs.device_peaks import peak_of_stages
 from reshard.scheduler.autoparallel.costs.iteration import exposed_sums
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost, may_sum_early
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate
 from reshard.scheduler.autoparallel.device_subsets import choose_part
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan, check_stages
 from reshard.scheduler.autoparallel.methods import auto_method
+from reshard.scheduler.autoparallel.methods.moves import neighbours
 from tests.scheduler.autoparallel.random_searches import (
     least_interleaved_seconds,
     make_problem,
@@ -64,6 +66,16 @@ def test_moves_improve_as_many_other_candidates_if_the_fastest_are_interleaved(m
     monkeypatch.setattr(auto_method, "improve", lambda problem, start: starts.append(start) or start)
     auto_method.refine(problem, [*shared, *plain])
     assert starts[: auto_method.NUM_IMPROVED] == plain[: auto_method.NUM_IMPROVED]
+
+
+def test_a_move_gives_one_choice_to_all_stages_on_the_same_ranks_if_a_later_one_differs():
+    problems = (make_problem(seed, max_layers=6) for seed in range(100))
+    problem = next(item for item in problems if len(item.graph.layers) == 5 and item.cluster.num_ranks == 2)
+    plain, recompute = Choice(), Choice(recompute=True)
+    first, other = StagePlan(0, 2, 0, 1, (plain,) * 2), StagePlan(2, 3, 1, 2, (recompute,))
+    differs = Candidate("test", (first, other, StagePlan(3, 5, 0, 1, (recompute,) * 2)), problem.microbatch_counts[0])
+    alike = (first, other, StagePlan(3, 5, 0, 1, (plain,) * 2))
+    assert any(found.stages == alike for found in neighbours(problem, differs))
 
 
 def test_an_interleaved_plan_says_which_stages_share_ranks_and_is_read_back():
