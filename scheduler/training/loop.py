@@ -155,11 +155,7 @@ def train(rank: int, job: TrainingJob, shows: bool = True) -> TrainResult:
         with progress, report or contextlib.nullcontext():
             for text in [*differences, *_describe_start(job, start, engine)]:
                 progress.note(text)
-            if rank == 0:
-                predicted, bound = engine.predict()
-                progress.note(describe_prediction(engine.schedule, predicted, bound))
-                if job.shrink_factor > 1:
-                    progress.note(describe_shrinking(job))
+            predicted = _note_prediction(job, engine, progress) if rank == 0 else None
             for step, batch in zip(range(start, job.steps), loader, strict=False):
                 caught = dump if dump is not None and step in dumped_steps(job.steps) else None
                 with contextlib.nullcontext() if caught is None else caught.catch_activations():
@@ -191,10 +187,19 @@ def train(rank: int, job: TrainingJob, shows: bool = True) -> TrainResult:
                     progress.note(f"step {step + 1}: saved a checkpoint in {folder}")
             final = _evaluate(engine, job, held_out, device)
             progress.note(f"step {max(start, job.steps)}: held-out loss {final:.4f}")
-            if report is not None:
+            if report is not None and predicted is not None:
                 report.add(max(start, job.steps), held_out=final)
                 progress.note(report.finish(job.name, engine.schedule, measured, predicted))
     return TrainResult(start, tuple(losses), final, tuple(skipped))
+
+
+def _note_prediction(job: TrainingJob, engine: PipelineEngine, progress: Progress) -> PipelineTimeline:
+    """Print the predicted step, and what a smaller model changes; return the predicted step."""
+    predicted, bound = engine.predict()
+    progress.note(describe_prediction(engine.schedule, predicted, bound))
+    if job.shrink_factor > 1:
+        progress.note(describe_shrinking(job))
+    return predicted
 
 
 def _describe_start(job: TrainingJob, start: int, engine: PipelineEngine) -> list[str]:

@@ -161,6 +161,8 @@ def _find_function(place: str, name: str) -> Callable[[], Any]:
     path = Path(place)
     if path.suffix != ".py" or not path.is_file():
         raise ArgumentError(f"there is no Python file {place!r}; pass FILE.py:FUNCTION, or a preset")
+    if path.stem in sys.modules or path.stem in sys.stdlib_module_names:
+        raise ArgumentError(f"{place} has the name of a module that Python or this package uses; rename the file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -31,9 +31,9 @@ def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
 def may_be_faster(problem: SearchProblem, candidate: Candidate, below_seconds: float) -> bool:
     """Whether lower bounds allow a step of a candidate that is shorter than a limit.
 
-    At first, edges take the time in which their bytes leave and enter hosts. Then the planner computes
-    the time of one edge after the other, the longest first, and of the sums over stages, until the bound exceeds the
-    limit. So slow candidates need few plans.
+    At first, edges take the time in which their bytes leave and enter hosts. Then the planner computes the time of one
+    edge after the other, the longest first, and of the sums over stages, until the bound exceeds the limit. So slow
+    candidates need few plans.
     """
     limit = below_seconds / (1 - BOUND_TOLERANCE)
     costs: Sequence[StageCost] = [
