@@ -8,7 +8,7 @@ from dataclasses import replace
 from reshard.codecs import ELEMENT_VALUES, BlockCodec
 from reshard.cost import CostReport, predict_makespan
 from reshard.formatting import count_of, format_ranks
-from reshard.plan import Plan, format_plan
+from reshard.plan import Plan
 from reshard.planner import plan_tensors, predict
 
 #: A plan of ``auto`` is named if it takes at most this many times the time of the plan shown.
@@ -23,7 +23,7 @@ def describe_plan(plan: Plan, max_lines: int = 40, plan_auto: Callable[[], Plan]
     """
     report = CostReport(plan)
     across, inside, copied = plan.bytes_moved()
-    body = format_plan(plan, max_lines).splitlines()
+    body = plan.to_text(max_lines).splitlines()
     if plan.is_listed and len(plan.transfers) > max_lines:
         body.append(f"... {count_of(len(plan.transfers) - max_lines, 'more transfer')}; all of them with --format json")
     summary = [

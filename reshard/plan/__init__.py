@@ -32,7 +32,6 @@ from reshard.plan.plan_drawing import draw_boxes, draw_plan, draw_roles, name_te
 from reshard.plan.port_loads import Load, describe_load, find_loads
 from reshard.plan.rotation_loads import RotationLoads
 from reshard.plan.rotation_plan import ROTATION, RotationPlan
-from reshard.plan.text_writer import format_plan
 from reshard.plan.transfers import GATHERED, Transfers
 
 __all__ = [
@@ -65,7 +64,6 @@ __all__ = [
     "find_loads",
     "find_sender_switches",
     "find_waits",
-    "format_plan",
     "is_sound",
     "mark_sound",
     "message_nbytes",

@@ -51,7 +51,9 @@ def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
         "plan_hash": plan.plan_hash,
     }
     if plan.is_listed:
-        data["transfers"] = [format_transfer(plan, i) for i in range(len(plan.transfers))]
+        data["transfers"] = [
+            format_transfer(plan.tensors, plan.transfers, number) for number in range(len(plan.transfers))
+        ]
     else:
         data["closed_form"] = f"closed form of {plan.num_messages} messages"
     if rank is not None or plan.is_listed or plan.num_messages <= MAX_LISTED:

@@ -17,7 +17,7 @@ from reshard.drawing import Drawn
 from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import compare_names, count_of
 from reshard.plan.hop_graph import build_hop_graph
-from reshard.plan.text_writer import format_plan
+from reshard.plan.text_writer import format_tensor, format_topology, format_transfer
 from reshard.plan.transfers import Transfers
 from reshard.ragged import hash_rows
 from reshard.sharding import MAX_RANK, TensorSpec
@@ -189,6 +189,22 @@ class Plan(Drawn):
         """
         return build_hop_graph(self.transfers, self.message_bytes, self.topology.host_by_rank)
 
+    def to_text(self, max_transfers: int | None = None) -> str:
+        """The plan as text: a header, the topology, the tensors, then a line for each transfer.
+
+        Args:
+            max_transfers: leave out the transfers after this number of them.
+        """
+        lines = [f"plan {self.strategy} staging_bytes={self.staging_bytes}", format_topology(self.topology)]
+        for number, spec in enumerate(self.tensors):
+            lines.extend(format_tensor(number, spec))
+        if self.is_listed:
+            chosen = range(len(self.transfers))[:max_transfers]
+            lines.extend(format_transfer(self.tensors, self.transfers, number) for number in chosen)
+        else:
+            lines.append(f"closed form of {self.num_messages} messages")
+        return "\n".join(lines) + "\n"
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}  # without cached properties
 
@@ -199,7 +215,7 @@ class Plan(Drawn):
         return hash(self.plan_hash)
 
     def __str__(self) -> str:
-        return format_plan(self)
+        return self.to_text()
 
     def __repr__(self) -> str:
         tensors, messages = count_of(len(self.tensors), "tensor"), count_of(self.num_messages, "message")

@@ -1,4 +1,4 @@
-"""Write plans as readable text. :func:`reshard.parse_plan` reads the text back.
+"""The lines of the text of a plan, which :meth:`Plan.to_text` puts together and :func:`reshard.parse_plan` reads back.
 
 ::
 
@@ -30,43 +30,33 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from reshard.plan.transfers import GATHERED, Transfers
 from reshard.sharding import TensorSpec, format_box
 from reshard.topology import Topology, topology_to_json
 
-if TYPE_CHECKING:
-    from reshard.plan.plan import Plan
-
 #: Latencies of the topology. The text omits zeros.
 LATENCIES = ("latency_seconds", "inside_latency_seconds")
 
 
-def format_plan(plan: Plan, max_transfers: int | None = None) -> str:
-    """The text of a plan: header, topology, tensors, then a line for each of the first ``max_transfers`` transfers."""
-    lines = [f"plan {plan.strategy} staging_bytes={plan.staging_bytes}", _format_topology(plan.topology)]
-    for number, spec in enumerate(plan.tensors):
-        name = f" named {json.dumps(spec.name)}" if spec.name is not None else ""
-        coding = f" of {spec.coding}" if spec.coding is not None else ""
-        lines.append(f"tensor {number} {spec.dtype} {list(spec.shape)}{coding}{name} from {spec.src} to {spec.dst}")
-        if spec.raw_because:
-            lines.append(f"# tensor {number} is not encoded: {spec.raw_because}")
-        if spec.encoded_because:
-            lines.append(f"# tensor {number} is encoded: {spec.encoded_because}")
-        if spec.coding is not None:
-            encoded_bytes = _code_bytes(spec)
-            lines.append(
-                f"# tensor {number}: encoded shards take up to {encoded_bytes} bytes of a rank beyond staging_bytes"
-            )
-    if plan.is_listed:
-        lines.extend(format_transfer(plan, i) for i in range(len(plan.transfers))[:max_transfers])
-    else:
-        lines.append(f"closed form of {plan.num_messages} messages")
-    return "\n".join(lines) + "\n"
+def format_tensor(number: int, spec: TensorSpec) -> list[str]:
+    """The line of a tensor, and comments on its encoding."""
+    name = f" named {json.dumps(spec.name)}" if spec.name is not None else ""
+    coding = f" of {spec.coding}" if spec.coding is not None else ""
+    lines = [f"tensor {number} {spec.dtype} {list(spec.shape)}{coding}{name} from {spec.src} to {spec.dst}"]
+    if spec.raw_because:
+        lines.append(f"# tensor {number} is not encoded: {spec.raw_because}")
+    if spec.encoded_because:
+        lines.append(f"# tensor {number} is encoded: {spec.encoded_because}")
+    if spec.coding is not None:
+        encoded_bytes = _encoded_bytes(spec)
+        lines.append(
+            f"# tensor {number}: encoded shards take up to {encoded_bytes} bytes of a rank beyond staging_bytes"
+        )
+    return lines
 
 
-def _code_bytes(spec: TensorSpec) -> int:
+def _encoded_bytes(spec: TensorSpec) -> int:
     """The most bytes that a rank allocates for the encoding of its source and destination shards."""
     sides = (spec.src_shards, spec.dst_shards)
     ranks = {rank for side in sides for rank in side.layout.ranks}
@@ -74,14 +64,13 @@ def _code_bytes(spec: TensorSpec) -> int:
     return max(map(sum, held)) * spec.itemsize
 
 
-def format_transfer(plan: Plan, transfer: int) -> str:
+def format_transfer(tensors: Sequence[TensorSpec], transfers: Transfers, transfer: int) -> str:
     """The line of a transfer, such as ``0: t0 [0:4, 0:1] 0 -> 2 splits 1x1 window 4``."""
-    transfers = plan.transfers
     boxes = []
     first = int(transfers.first_box[transfer])
     for box in range(first, first + int(transfers.num_boxes[transfer])):
         tensor = int(transfers.box_tensor[box])
-        ndim = plan.tensors[tensor].ndim
+        ndim = tensors[tensor].ndim
         bounds = zip(transfers.box_start[box, :ndim].tolist(), transfers.box_stop[box, :ndim].tolist(), strict=True)
         boxes.append(f"t{tensor} {format_box(list(bounds))}")
     splits = "x".join(map(str, transfers.splits[transfer].tolist())) or "1"
@@ -119,7 +108,8 @@ def format_edges(edges: Sequence[tuple[int, int]]) -> str:
     return text
 
 
-def _format_topology(topology: Topology) -> str:
+def format_topology(topology: Topology) -> str:
+    """The line of a topology: a rate, latencies and the number of ranks of each host, or JSON."""
     runs: list[list[int]] = []
     for host in topology.host_of_rank:
         if runs and runs[-1][0] == host:
