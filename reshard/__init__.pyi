@@ -12,10 +12,13 @@ from .cost.cost_report import CostReport as CostReport
 from .cost.lower_bound import find_bound as find_bound
 from .cost.simulator import simulate as simulate
 from .errors import ReshardError as ReshardError
-from .plan.check import check_plan as check_plan
-from .plan.json import plan_from_json as plan_from_json, plan_to_json as plan_to_json
-from .plan.plan import Plan as Plan
-from .plan.text_parser import parse_plan as parse_plan
+from .plan import (
+    Plan as Plan,
+    check_plan as check_plan,
+    parse_plan as parse_plan,
+    plan_from_json as plan_from_json,
+    plan_to_json as plan_to_json,
+)
 from .planner.planning import make_plan as make_plan
 from .sharding.layout import Layout as Layout, RegionLayout as RegionLayout
 from .sharding.mesh import Mesh as Mesh

@@ -50,7 +50,7 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
       the plan's order.
     * Start of a message: a message starts when three conditions hold. All messages in its ``after`` have arrived. Fewer
       than ``window`` messages of its queue are unfinished. It is one of the next
-      :func:`~reshard.plan.plan.recvs_ahead` messages of its receiver, counted from the first unfinished one.
+      :func:`~reshard.plan.value.plan.recvs_ahead` messages of its receiver, counted from the first unfinished one.
     * Links: messages between the same two ranks flow one at a time. All others share four kinds of links by
       proportional fairness: NICs, pod uplinks, the link of each rank inside its host, and the total rate inside a host.
     * Buffers: a message leaves the window of its sender once all but ``send_buffer_bytes`` of it are sent.

@@ -1,13 +1,18 @@
-"""A plan as a value: transfers, messages and their order; loads of ports; checker; drawing; text and JSON.
+"""Plans: which rank sends which region to whom, and in what order.
+
+Other packages import the names below from here. ``value`` has the plan as a frozen value, and what follows from it: its
+text, messages, their order, and loads of ports. ``check``, ``drawing`` and ``formats`` (text and JSON) are above it.
 
 Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.topology`. It neither solves nor simulates.
 """
 
-from reshard.plan.check import check_plan, check_ranks, ensure_checked
-from reshard.plan.drawn_hosts import MAX_BOXES, HostBox, HostBoxes, Traffic
-from reshard.plan.host_rates import HostRates, used_nics
-from reshard.plan.json import plan_to_json
-from reshard.plan.messages import (
+from reshard.plan.check.plan_checker import check_plan, check_ranks, ensure_checked
+from reshard.plan.drawing.drawn_hosts import MAX_BOXES, HostBox, HostBoxes, Traffic
+from reshard.plan.drawing.plan_drawing import draw_boxes, draw_plan, draw_roles, name_tensors
+from reshard.plan.formats.plan_json import layout_from_json, plan_from_json, plan_to_json
+from reshard.plan.formats.text_parser import parse_layout, parse_plan
+from reshard.plan.value.host_rates import HostRates, used_nics
+from reshard.plan.value.messages import (
     Message,
     MessageTable,
     box_nbytes,
@@ -17,8 +22,8 @@ from reshard.plan.messages import (
     name_box,
     tabulate_messages,
 )
-from reshard.plan.ordering import find_sender_switches, find_waits
-from reshard.plan.plan import (
+from reshard.plan.value.ordering import find_sender_switches, find_waits
+from reshard.plan.value.plan import (
     DEFAULT_STAGING_BYTES,
     MAX_RECVS_AHEAD,
     Plan,
@@ -28,11 +33,10 @@ from reshard.plan.plan import (
     ranks_of,
     recvs_ahead,
 )
-from reshard.plan.plan_drawing import draw_boxes, draw_plan, draw_roles, name_tensors
-from reshard.plan.port_loads import Load, describe_load, find_loads
-from reshard.plan.rotation_loads import RotationLoads
-from reshard.plan.rotation_plan import ROTATION, RotationPlan
-from reshard.plan.transfers import GATHERED, Transfers
+from reshard.plan.value.port_loads import Load, describe_load, find_loads
+from reshard.plan.value.rotation_loads import RotationLoads
+from reshard.plan.value.rotation_plan import ROTATION, RotationPlan
+from reshard.plan.value.transfers import GATHERED, Transfers
 
 __all__ = [
     "DEFAULT_STAGING_BYTES",
@@ -65,11 +69,15 @@ __all__ = [
     "find_sender_switches",
     "find_waits",
     "is_sound",
+    "layout_from_json",
     "mark_sound",
     "message_nbytes",
     "name_box",
     "name_tensors",
     "num_recv_slots",
+    "parse_layout",
+    "parse_plan",
+    "plan_from_json",
     "plan_to_json",
     "ranks_of",
     "recvs_ahead",

@@ -378,7 +378,7 @@ def _find_events(
 def _check_complete(plan: Plan, rank: int, copies: Sequence[LocalCopy], recvs: Sequence[Recv]) -> None:
     """Raise PlanError unless the rank receives as many elements as it needs, and forwards every relayed message.
 
-    Cheap: it counts the elements of the rank's own messages. :func:`~reshard.plan.check.check_plan` checks every
+    Cheap: it counts the elements of the rank's own messages. :func:`reshard.check_plan` checks every
     element.
     """
     received = [0] * len(plan.tensors)
@@ -402,7 +402,7 @@ def _count_staged_forwards(recvs: Sequence[Recv], queues: tuple[list[Send], list
 
     A staging slot kept for such a forward would be released later in the plan's order than the next receive needs it;
     the forward reads the destination shard instead. A relay has no destination shard, so it keeps its slot;
-    :func:`~reshard.plan.check.check_plan` checks that the slot is released in time.
+    :func:`reshard.check_plan` checks that the slot is released in time.
     """
     last_forward: dict[int, int] = {}
     for queue in queues:

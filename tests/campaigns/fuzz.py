@@ -40,8 +40,7 @@ from reshard import (
 )
 from reshard.cli.main import main as cli_main
 from reshard.cli.progress_bars import show_time
-from reshard.plan.json import layout_from_json, plan_from_json, plan_to_json
-from reshard.plan.text_parser import parse_layout, parse_plan
+from reshard.plan import layout_from_json, parse_layout, parse_plan, plan_from_json, plan_to_json
 from reshard.scheduler.ir.text import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
 from reshard.sharding.spec import parse_axis_names
 from reshard.sharding.tiles import cut_shards

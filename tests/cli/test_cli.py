@@ -18,7 +18,7 @@ from reshard.cli.commands.plan_command import MAX_PRINTED_MESSAGES, default_topo
 from reshard.cli.demo_cases import gpu_cases
 from reshard.cli.main import main
 from reshard.errors import ArgumentError
-from reshard.plan.json import plan_from_json
+from reshard.plan import plan_from_json
 from reshard.planner.strategy_registry import STRATEGIES
 from reshard.sharding.mesh import Mesh
 from reshard.testing import share_gpus, sharing

@@ -16,9 +16,7 @@ from reshard.cost.inside_lower_bound import bound_inside
 from reshard.cost.latency_bounds import find_latency_bounds
 from reshard.cost.prediction import Makespan, predict_makespan
 from reshard.cost.simulator import network_of
-from reshard.plan.messages import expand_messages, message_nbytes, tabulate_messages
-from reshard.plan.ordering import find_sender_switches
-from reshard.plan.text_parser import parse_plan
+from reshard.plan import expand_messages, find_sender_switches, message_nbytes, parse_plan, tabulate_messages
 from reshard.planner.strategy_registry import STRATEGIES
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.topology import Host, Link

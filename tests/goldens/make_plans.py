@@ -15,7 +15,7 @@ from typing import Any
 from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.cost.cost_report import CostReport
 from reshard.cost.lower_bound import find_bound
-from reshard.plan.check import check_plan
+from reshard.plan import check_plan
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategy_registry import AUTO, STRATEGIES
 from reshard.sharding.tensor_spec import TensorSpec

@@ -13,8 +13,7 @@ import torch
 from microbench.planner import check_speed
 from reshard import Layout, Mesh, Topology, check_plan, make_plan
 from reshard.errors import PlanError
-from reshard.plan.text_parser import parse_plan
-from reshard.plan.transfers import Transfers
+from reshard.plan import Transfers, parse_plan
 from reshard.planner.strategy_registry import STRATEGIES
 from reshard.runtime.program import build_program
 from tests.support.memory_transport import run_in_threads
@@ -336,7 +335,7 @@ def test_errors_count_messages_and_not_their_boxes(monkeypatch):
     def refuse(*boxes):
         raise PlanError("too many")
 
-    monkeypatch.setattr("reshard.plan.check.find_overlapping", refuse)
+    monkeypatch.setattr("reshard.plan.check.plan_checker.find_overlapping", refuse)
     text = STRIPES.format(dst="Regions(ndim=1 join=0; 2: none; 3: [0:4])")
     for line in ("0: t0 [0:2] + t1 [0:2] 0 -> 2 splits 1 window 4", "2: t0 [2:4] + t1 [2:4] 0 -> 2 splits 1 window 4"):
         text += f"{line}\n"

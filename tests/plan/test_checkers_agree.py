@@ -11,10 +11,7 @@ from hypothesis import given, strategies as st
 
 from reshard import Layout, Mesh, RegionLayout, ReshardError, Topology, check_plan, make_plan
 from reshard.errors import PlanError
-from reshard.plan.messages import expand_messages, message_nbytes, tabulate_messages
-from reshard.plan.plan import Plan
-from reshard.plan.text_parser import parse_plan
-from reshard.plan.transfers import Transfers
+from reshard.plan import Plan, Transfers, expand_messages, message_nbytes, parse_plan, tabulate_messages
 from reshard.planner.strategy_registry import STRATEGIES
 from reshard.sharding.box_search import find_overlapping, locate_points
 from tests.support import reference_check

@@ -15,8 +15,7 @@ import reshard.api.call
 from reshard import Layout, Mesh, RegionLayout, ReshardError, Topology, check_plan, make_plan, reshard_local
 from reshard.cli.main import main
 from reshard.errors import PlanError
-from reshard.plan.json import layout_from_json, plan_from_json, plan_to_json
-from reshard.plan.text_parser import parse_layout, parse_plan
+from reshard.plan import layout_from_json, parse_layout, parse_plan, plan_from_json, plan_to_json
 from reshard.sharding.tiles import cut_shards
 from reshard.testing.processes import run_processes
 from reshard.topology.topology_files import topology_from_json

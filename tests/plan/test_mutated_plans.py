@@ -12,8 +12,7 @@ import torch
 
 from reshard import Layout, Mesh, ReshardError, Topology, check_plan, make_plan
 from reshard.errors import PlanError
-from reshard.plan.ordering import find_waits
-from reshard.plan.text_parser import parse_plan
+from reshard.plan import find_waits, parse_plan
 from reshard.runtime.program import build_program
 from tests.support.changed import change_plan
 from tests.support.memory_transport import run_in_threads

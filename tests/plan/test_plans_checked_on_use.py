@@ -14,13 +14,11 @@ import torch
 
 import reshard
 import reshard.cupy
-import reshard.plan.check
+import reshard.plan.check.plan_checker
 from reshard import Layout, Mesh, RegionLayout, make_plan
 from reshard.api.one_process import execute_local, reshard_local
 from reshard.errors import PlanError
-from reshard.plan.json import plan_from_json, plan_to_json
-from reshard.plan.text_parser import parse_plan
-from reshard.plan.transfers import Transfers
+from reshard.plan import Transfers, parse_plan, plan_from_json, plan_to_json
 from reshard.planner.strategies.routes import Routes
 from reshard.planner.strategies.sends_and_all_gathers import send_recv
 from reshard.testing.processes import run_processes
@@ -71,8 +69,10 @@ def test_parsed_plans_are_checked_before_they_run(read):
 
 def _counted(monkeypatch):
     checked = []
-    real = reshard.plan.check.check_plan
-    monkeypatch.setattr(reshard.plan.check, "check_plan", lambda plan: (checked.append(plan), real(plan))[1])
+    real = reshard.plan.check.plan_checker.check_plan
+    monkeypatch.setattr(
+        reshard.plan.check.plan_checker, "check_plan", lambda plan: (checked.append(plan), real(plan))[1]
+    )
     return checked
 
 

@@ -10,9 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from reshard import Layout, Mesh, Topology, check_plan, make_plan
 from reshard.api.one_process import execute_local
-from reshard.plan.json import plan_from_json, plan_to_json
-from reshard.plan.messages import expand_messages
-from reshard.plan.text_parser import parse_layout, parse_plan
+from reshard.plan import expand_messages, parse_layout, parse_plan, plan_from_json, plan_to_json
 from reshard.planner.strategy_registry import STRATEGIES
 from reshard.sharding.spec import parse_axis_names, read_spec, write_axis_names
 from tests.support.memory_transport import run_in_threads

@@ -11,8 +11,7 @@ from microbench.planner.auto_quality import MARGIN, measure, random_pair, ratio_
 from reshard import Layout, Mesh, Topology, make_plan, simulate
 from reshard.cost.cost_report import CostReport
 from reshard.cost.lower_bound import find_bound
-from reshard.plan.check import check_plan
-from reshard.plan.plan import Plan
+from reshard.plan import Plan, check_plan
 from reshard.planner.auto_strategy import CANDIDATES, _are_equal
 from reshard.planner.estimates import StrategyBounds, bound_of_transfers
 from reshard.planner.planning import plan_tensors

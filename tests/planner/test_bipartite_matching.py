@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from reshard.plan.plan import num_recv_slots
+from reshard.plan import num_recv_slots
 from reshard.planner.multicast.native_schedule import ChunkSchedule
 from reshard.planner.multicast.relay_limits import _fits, limit_relay_staging
 from tests.reference.bipartite_matching import find_pairs

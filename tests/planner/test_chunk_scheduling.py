@@ -10,8 +10,7 @@ import pytest
 
 from reshard import Layout, Mesh, Topology, check_plan, make_plan
 from reshard.errors import ArgumentError, PlanError, TopologyError
-from reshard.plan.messages import expand_messages
-from reshard.plan.transfers import Transfers
+from reshard.plan import Transfers, expand_messages
 from reshard.planner.multicast import strategy as multicast_module
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import make_workload, multicast, nics_of

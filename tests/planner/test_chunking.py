@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reshard import Layout, Mesh, RegionLayout, make_plan
-from reshard.plan.json import plan_to_json
+from reshard.plan import plan_to_json
 from reshard.planner.multicast.strategy import INSIDE_WINDOW
 
 

@@ -12,10 +12,7 @@ from hypothesis import given, strategies as st
 from reshard import Layout, Mesh, Topology, make_plan, simulate
 from reshard.cli.html_report import plan_to_html
 from reshard.cost.lower_bound import find_bound
-from reshard.plan import Load, describe_load, find_loads
-from reshard.plan.check import check_plan
-from reshard.plan.messages import expand_messages
-from reshard.plan.text_parser import parse_plan
+from reshard.plan import Load, check_plan, describe_load, expand_messages, find_loads, parse_plan
 from reshard.planner.multicast.classes import Classes, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses
 from reshard.planner.multicast.native_schedule import make_schedule

@@ -6,8 +6,7 @@ import pytest
 
 from reshard import Layout, Mesh, simulate
 from reshard.cost.serial_ports import serial_seconds
-from reshard.plan import Plan
-from reshard.plan.check import check_plan
+from reshard.plan import Plan, check_plan
 from reshard.planner import plan_tensors
 from reshard.planner.multicast import problem_parts, strategy
 from reshard.planner.multicast.strategy import schedule_chunks

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from reshard import Layout, Mesh, Topology, check_plan, make_plan
 from reshard.errors import RankLostError
-from reshard.plan.messages import expand_messages
+from reshard.plan import expand_messages
 from reshard.planner.recovery_plans import (
     MissingBox,
     RankProgress,

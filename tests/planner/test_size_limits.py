@@ -11,7 +11,7 @@ from reshard import Layout, Mesh, RegionLayout, Topology, make_plan
 from reshard.cost.lower_bound import find_bound
 from reshard.cost.simulator import simulate
 from reshard.errors import ArgumentError, PlanError
-from reshard.plan.check import check_plan
+from reshard.plan import check_plan
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses
 from reshard.planner.multicast.native_schedule import make_schedule

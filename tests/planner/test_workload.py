@@ -12,10 +12,7 @@ import torch
 from reshard import Layout, Mesh, Topology, make_plan
 from reshard.cost.cost_report import CostReport
 from reshard.errors import ArgumentError, PlanError
-from reshard.plan.messages import expand_messages
-from reshard.plan.ordering import find_sender_switches, find_waits
-from reshard.plan.text_parser import parse_plan
-from reshard.plan.transfers import Transfers
+from reshard.plan import Transfers, expand_messages, find_sender_switches, find_waits, parse_plan
 from reshard.planner import auto_strategy
 from reshard.planner.estimates import StrategyBounds
 from reshard.planner.multicast.chunk_workload import ChunkWorkload

@@ -12,7 +12,7 @@ import torch
 
 from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
 from reshard.errors import PlanError, TransferTimeoutError
-from reshard.plan.text_parser import parse_plan
+from reshard.plan import parse_plan
 from reshard.planner.planning import plan_tensors
 from reshard.runtime.cpu import program_executor
 from reshard.runtime.cpu.program_executor import RunOptions, WrongCopyError, run_program

@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
 from reshard.cli.demo_transfers import shard_of_positions
 from reshard.errors import PlanError
-from reshard.plan.messages import expand_messages, message_nbytes
+from reshard.plan import expand_messages, message_nbytes
 from reshard.planner.strategies.chunking import MIN_STAGING_BYTES
 from reshard.planner.strategy_registry import STRATEGIES
 from reshard.runtime.cpu.staging import TorchMemory, view_as_bits

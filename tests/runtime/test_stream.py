@@ -19,7 +19,7 @@ from reshard.api.arrays.memory_in_use import check_unused
 from reshard.api.mover import fail_transfers
 from reshard.api.transfers import handle as handles
 from reshard.cli.demo_transfers import count_unlike, shard_of_positions
-from reshard.plan.messages import expand_messages
+from reshard.plan import expand_messages
 from reshard.planner import plan_tensors
 from reshard.runtime.transport import connections
 from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, one_f_one_b

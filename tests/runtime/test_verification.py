@@ -14,8 +14,7 @@ import torch
 import reshard
 from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.cli.demo_transfers import count_unlike, shard_of_positions
-from reshard.plan.messages import expand_messages
-from reshard.plan.text_parser import parse_plan
+from reshard.plan import expand_messages, parse_plan
 from reshard.runtime.cpu import program_executor
 from reshard.runtime.cpu.verification import Hops, TransferDigests, compare_digests, describe_copy, find_fault
 from reshard.runtime.program import build_program

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan.check import check_ranks
-from reshard.plan.messages import Message, expand_messages, message_nbytes
-from reshard.plan.plan import Plan, num_recv_slots
+from reshard.plan import Message, Plan, check_ranks, expand_messages, message_nbytes, num_recv_slots
 from reshard.sharding.layout import format_box
 
 

@@ -13,8 +13,7 @@ from hypothesis import given, strategies as st
 
 from reshard import Layout, Mesh, ReshardError, Topology, check_plan, make_plan, simulate
 from reshard.errors import ArgumentError, PlanError, TopologyError
-from reshard.plan.json import plan_from_json, plan_to_json
-from reshard.plan.text_parser import parse_plan
+from reshard.plan import parse_plan, plan_from_json, plan_to_json
 from reshard.sharding.mesh import MAX_RANK
 from reshard.topology.machine_presets import MACHINES, load_preset
 from reshard.topology.topology import Host, Link

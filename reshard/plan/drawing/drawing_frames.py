@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.plan.drawn_hosts import HostBox, HostBoxes, Traffic
+from reshard.plan.drawing.drawn_hosts import HostBox, HostBoxes, Traffic
 
 #: Width of a drawing in SVG units. A phone shows it at 0.75 times this size, a screen at 1.5 times.
 WIDTH = 460

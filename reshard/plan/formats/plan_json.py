@@ -9,11 +9,11 @@ import numpy as np
 
 from reshard.errors import LayoutError, PlanError, ReshardError
 from reshard.formatting import brief
-from reshard.plan.messages import expand_messages
-from reshard.plan.plan import Plan
-from reshard.plan.rotation_plan import MAX_LISTED
-from reshard.plan.text_parser import parse_plan, read_plan_topology
-from reshard.plan.text_writer import format_transfer
+from reshard.plan.formats.text_parser import parse_plan, read_plan_topology
+from reshard.plan.value.messages import expand_messages
+from reshard.plan.value.plan import Plan
+from reshard.plan.value.rotation_plan import MAX_LISTED
+from reshard.plan.value.text_writer import format_transfer
 from reshard.sharding import (
     MAX_RANK,
     AnyLayout,
@@ -238,6 +238,6 @@ def _check_messages(listed: Any, plan: Plan) -> None:
 
 
 def _no_transfers() -> Any:
-    from reshard.plan.text_parser import build_transfers
+    from reshard.plan.formats.text_parser import build_transfers
 
     return build_transfers([], 0)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.plan.even_exchange import EvenExchange
-from reshard.plan.host_rates import HostRates, used_nics
+from reshard.plan.value.even_exchange import EvenExchange
+from reshard.plan.value.host_rates import HostRates, used_nics
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology
 

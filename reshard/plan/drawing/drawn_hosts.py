@@ -12,7 +12,7 @@ import numpy as np
 from reshard.formatting import count_of, format_ranks
 
 if TYPE_CHECKING:
-    from reshard.plan.plan import Plan
+    from reshard.plan.value.plan import Plan
 
 #: Limit on the boxes in a column of a drawing, or around its ring. If there are more hosts, a box is a group of hosts.
 MAX_BOXES = 16

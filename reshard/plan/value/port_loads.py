@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from reshard.formatting import format_bytes, format_rate
-from reshard.plan.host_rates import used_nic_numbers
+from reshard.plan.value.host_rates import used_nic_numbers
 from reshard.topology import MAX_NICS, Topology
 
 if TYPE_CHECKING:
-    from reshard.plan.plan import Plan
-    from reshard.plan.rotation_plan import RotationPlan
+    from reshard.plan.value.plan import Plan
+    from reshard.plan.value.rotation_plan import RotationPlan
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.plan.plan import Plan
-from reshard.plan.rotation_plan import RotationPlan
-from reshard.plan.transfers import GATHERED
+from reshard.plan.value.plan import Plan
+from reshard.plan.value.rotation_plan import RotationPlan
+from reshard.plan.value.transfers import GATHERED
 
 
 @dataclass(frozen=True, eq=False)

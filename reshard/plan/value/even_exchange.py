@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from reshard.plan.port_order import PortOrder
+from reshard.plan.value.port_order import PortOrder
 from reshard.sharding import Shards, TensorSpec
 from reshard.topology import MAX_NICS, Topology
 

@@ -9,9 +9,9 @@ from functools import cached_property
 
 import numpy as np
 
-from reshard.plan.plan import Plan
-from reshard.plan.rotation_plan import INSIDE_WINDOW, RotationPlan
-from reshard.plan.transfers import GATHERED, Transfers
+from reshard.plan.value.plan import Plan
+from reshard.plan.value.rotation_plan import INSIDE_WINDOW, RotationPlan
+from reshard.plan.value.transfers import GATHERED, Transfers
 from reshard.ragged import ranges
 
 

@@ -9,11 +9,11 @@ from html import escape
 
 from reshard.drawing import colour_of, draw, draw_fragment, draw_keys
 from reshard.formatting import count_of, format_bytes, format_ranks, format_seconds
-from reshard.plan.drawing_frames import FLAT_LABEL, WIDTH, Frame, Placing, Point, cell_size, place_boxes
-from reshard.plan.drawn_hosts import HostBox, HostBoxes, Traffic
-from reshard.plan.plan import Plan
-from reshard.plan.port_loads import describe_load, find_loads
-from reshard.plan.rotation_plan import MAX_LISTED
+from reshard.plan.drawing.drawing_frames import FLAT_LABEL, WIDTH, Frame, Placing, Point, cell_size, place_boxes
+from reshard.plan.drawing.drawn_hosts import HostBox, HostBoxes, Traffic
+from reshard.plan.value.plan import Plan
+from reshard.plan.value.port_loads import describe_load, find_loads
+from reshard.plan.value.rotation_plan import MAX_LISTED
 
 #: Cells of all boxes: of a larger plan, none are drawn.
 MAX_CELLS = 1024

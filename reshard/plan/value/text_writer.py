@@ -31,7 +31,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from reshard.plan.transfers import GATHERED, Transfers
+from reshard.plan.value.transfers import GATHERED, Transfers
 from reshard.sharding import TensorSpec, format_box
 from reshard.topology import Topology, topology_to_json
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from reshard.errors import PlanError
 from reshard.formatting import brief
-from reshard.plan.check_boxes import MessageBoxes, SideOwners, boxes_of
-from reshard.plan.check_owners import Marks, add_by, describe_pieces
-from reshard.plan.check_staging import check_staging
-from reshard.plan.plan import Plan, is_sound, mark_sound
-from reshard.plan.transfers import GATHERED
+from reshard.plan.check.box_owners import Marks, add_by, describe_pieces
+from reshard.plan.check.message_boxes import MessageBoxes, SideOwners, boxes_of
+from reshard.plan.check.staging_check import check_staging
+from reshard.plan.value.plan import Plan, is_sound, mark_sound
+from reshard.plan.value.transfers import GATHERED
 from reshard.ragged import hash_rows
 from reshard.sharding import find_overlapping
 

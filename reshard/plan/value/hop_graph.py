@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard.plan.transfers import GATHERED, Transfers
+from reshard.plan.value.transfers import GATHERED, Transfers
 
 if TYPE_CHECKING:
     import networkx as nx

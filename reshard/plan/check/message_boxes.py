@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.plan.check_owners import Owners
-from reshard.plan.messages import MessageTable, cut_chunks, find_gathered_boxes, name_box, tabulate_messages
-from reshard.plan.plan import Plan
-from reshard.plan.transfers import GATHERED
+from reshard.plan.check.box_owners import Owners
+from reshard.plan.value.messages import MessageTable, cut_chunks, find_gathered_boxes, name_box, tabulate_messages
+from reshard.plan.value.plan import Plan
+from reshard.plan.value.transfers import GATHERED
 from reshard.sharding import Shards, format_box
 
 

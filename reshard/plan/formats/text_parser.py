@@ -1,4 +1,4 @@
-"""Parser of plan texts; :mod:`reshard.plan.text_writer` describes the format."""
+"""Parser of plan texts; :mod:`reshard.plan.value.text_writer` describes the format."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import PlanError, ReshardError
-from reshard.plan.plan import Plan
-from reshard.plan.rotation_plan import ROTATION, RotationPlan
-from reshard.plan.text_writer import LATENCIES
-from reshard.plan.transfers import GATHERED, Transfers
+from reshard.plan.value.plan import Plan
+from reshard.plan.value.rotation_plan import ROTATION, RotationPlan
+from reshard.plan.value.text_writer import LATENCIES
+from reshard.plan.value.transfers import GATHERED, Transfers
 from reshard.sharding import (
     AnyLayout,
     Box,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan.check_boxes import MessageBoxes
-from reshard.plan.plan import MAX_RECVS_AHEAD
+from reshard.plan.check.message_boxes import MessageBoxes
+from reshard.plan.value.plan import MAX_RECVS_AHEAD
 
 
 def check_staging(boxes: MessageBoxes, staged: np.ndarray) -> None:
     """Raise PlanError if a rank stages data that it never forwards, too many messages, or too many bytes.
 
-    The limits are :func:`~reshard.plan.plan.num_recv_slots` messages and ``staging_bytes``.
+    The limits are :func:`~reshard.plan.value.plan.num_recv_slots` messages and ``staging_bytes``.
 
     Args:
         boxes: the boxes of a plan in which each sender has the data that it sends.

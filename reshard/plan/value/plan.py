@@ -16,9 +16,9 @@ from reshard.arguments import check_arguments, check_fields
 from reshard.drawing import Drawn
 from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import compare_names, count_of
-from reshard.plan.hop_graph import build_hop_graph
-from reshard.plan.text_writer import format_tensor, format_topology, format_transfer
-from reshard.plan.transfers import Transfers
+from reshard.plan.value.hop_graph import build_hop_graph
+from reshard.plan.value.text_writer import format_tensor, format_topology, format_transfer
+from reshard.plan.value.transfers import Transfers
 from reshard.ragged import hash_rows
 from reshard.sharding import MAX_RANK, TensorSpec
 from reshard.topology import Topology, topology_to_json

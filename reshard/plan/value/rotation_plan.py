@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from reshard.errors import ArgumentError, PlanError
-from reshard.plan.even_exchange import EvenExchange, KeyRange, OwnMessages
-from reshard.plan.plan import DEFAULT_STAGING_BYTES, Plan, mark_sound, ranks_of
-from reshard.plan.rotation_loads import RotationLoads
-from reshard.plan.transfers import Transfers
+from reshard.plan.value.even_exchange import EvenExchange, KeyRange, OwnMessages
+from reshard.plan.value.plan import DEFAULT_STAGING_BYTES, Plan, mark_sound, ranks_of
+from reshard.plan.value.rotation_loads import RotationLoads
+from reshard.plan.value.transfers import Transfers
 from reshard.sharding import TensorSpec, check_integer, check_tensors
 from reshard.topology import MAX_NICS, Topology, topology_to_json
 
