@@ -4,7 +4,7 @@
 :func:`~reshard.api.preparation.agreement.agree` the ranks agree on them, and in
 :func:`~reshard.api.preparation.prepare.prepare` on a plan. One of three functions starts the transfer:
 :func:`~reshard.api.transfers.start.start_plain`, :func:`~reshard.api.transfers.start.start_recovery` if ranks are lost,
-and :func:`~reshard.api.lossless_call.start_lossless` for codecs without loss.
+and :func:`~reshard.api.lossless.lossless_call.start_lossless` for codecs without loss.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from reshard.api.arguments.inputs import find_members, leave_call_of_arguments, read_inputs
 from reshard.api.arguments.options import TransferOptions, is_fault_tolerant, read_options, shows_options
 from reshard.api.arrays.memory_in_use import note_wait
-from reshard.api.lossless_call import PreparedBuckets, prepare_buckets, sends_buckets, start_lossless
+from reshard.api.lossless.lossless_call import PreparedBuckets, prepare_buckets, sends_buckets, start_lossless
 from reshard.api.preparation.agreement import agree
 from reshard.api.preparation.prepare import Prepared, prepare
 from reshard.api.transfers.handle import Handle

@@ -14,7 +14,7 @@ from reshard.api.arrays.casts import finish_received, unfinished, wire_source, w
 from reshard.api.arrays.dtensors import is_dtensor
 from reshard.api.arrays.memory_in_use import check_unused, note_wait
 from reshard.api.arrays.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
-from reshard.api.lossless_mover import LosslessTransfers
+from reshard.api.lossless.lossless_mover import LosslessTransfers
 from reshard.api.transfers.handle import Handle, PostedTransfer
 from reshard.api.transfers.opened_plan import open_plan
 from reshard.api.transfers.queued_transfers import QueuedTransfers

@@ -195,7 +195,7 @@ def _repeat_beside_a_rank_without_elements(rank):
         raise ResourceError("rank 0: no descriptors")
 
     with pytest.MonkeyPatch.context() as patched, reshard.Mover(plan, compression="delta") as mover:
-        patched.setattr("reshard.api.lossless_mover.plan_tensors", fail)
+        patched.setattr("reshard.api.lossless.lossless_mover.plan_tensors", fail)
         with pytest.raises(ResourceError, match="rank 0: no descriptors; every out is unchanged"):
             mover(take_shard(rows, rank, whole))
 
