@@ -27,8 +27,6 @@ from reshard.weights.model.pieces import RegionPair, compose, match
 from reshard.weights.model.verify import Checker, RegionDigests
 from reshard.weights.route import Route, RouteOptions
 
-#: Messages that the first rank passes on to all ranks, so that all act in the same order.
-_RELAYED = ("receive", "verify", "serve", "ping", "refused", "dropped", "swap")
 #: A function that one thread runs on behalf of another, and its result.
 DeferredCall = tuple[Callable[[], None], Future[None]]
 
@@ -43,8 +41,8 @@ class Receiver:
         options: options of its routes.
 
     Attributes:
-        live: the version in the model.
-        swapped: number of the last attempt that has ended in a swap.
+        installed_version: the version in the model.
+        last_swap: number of the last attempt that has ended in a swap.
         swap_error: why the last swap failed.
     """
 
@@ -57,13 +55,13 @@ class Receiver:
     ) -> None:
         self._team, self._manifest, self._installer = team, manifest, installer
         self._options = options
-        self.live: int | None = None
+        self.installed_version: int | None = None
         self.swap_error: BaseException | None = None
         self._failure: ReshardError | None = None
         self._problem = ""  # why the last version did not arrive
         self._num_waiting = 0  # threads of the user in ``update``
         self._is_receiving = False  # into the model
-        self.swapped = -1
+        self.last_swap = -1
         self._given_up: tuple[int, ReshardError] | None = None
         self._changed = threading.Condition()
         self._deferred: DeferredCall | None = None  # for the thread that waits in ``update``
@@ -126,11 +124,11 @@ class Receiver:
                 self._num_waiting -= 1
             if interrupt is not None:
                 raise interrupt
-            if self.swapped < attempt:
+            if self.last_swap < attempt:
                 self.check_usable()
                 if self._given_up is not None and self._given_up[0] >= attempt:
                     raise self._given_up[1]
-            return self.swapped >= attempt
+            return self.last_swap >= attempt
 
     def _put_back(self, call: DeferredCall, error: BaseException) -> None:
         """Put back a call that an exception has kept this thread from making. A call that has begun has failed."""
@@ -142,7 +140,7 @@ class Receiver:
 
     def _has_ended(self, attempt: int) -> bool:
         is_given_up = self._given_up is not None and self._given_up[0] >= attempt
-        return self.swapped >= attempt or is_given_up or self._failure is not None
+        return self.last_swap >= attempt or is_given_up or self._failure is not None
 
     def describe_failure(self) -> str:
         """The reason why the last version did not arrive, as the end of a sentence."""
@@ -165,13 +163,13 @@ class Receiver:
     def act(self, message: MailboxMessage) -> None:
         """Act on a message."""
         kind = message["kind"]
-        if kind in _RELAYED:
+        if kind in _HANDLERS:
             if not message.get("relayed"):
                 if kind == "receive" and self._leader is not None:
                     self._leader.begin_receiving()
                 self._team.post_to_all({**message, "relayed": True})
             else:
-                getattr(self, f"_{kind}")(message)
+                _HANDLERS[kind](self, message)
         elif kind == "given_up":
             with self._changed:
                 self._given_up = message["attempt"], rebuild_error(*message["failed"])
@@ -179,25 +177,27 @@ class Receiver:
         elif self._leader is not None:
             self._leader.act(message)
 
-    def _ping(self, message: MailboxMessage) -> None:
+    def _answer_ping(self, message: MailboxMessage) -> None:
         self._team.answer_ping(message)
 
-    def _refused(self, message: MailboxMessage) -> None:
+    def _note_refusal(self, message: MailboxMessage) -> None:
+        """Fail with the reason why the trainer has refused this engine."""
         self.fail(rebuild_error(*message["failed"]))
 
-    def _dropped(self, message: MailboxMessage) -> None:
+    def _fetch_again(self, message: MailboxMessage) -> None:
+        """Ask for the last version again: the trainer has dropped this engine, which was too slow or failed."""
         self._problem = message["why"]
         if self._leader is not None:
             self._team.roster.enlist(self._team.id)
             self._leader.fetch()
 
-    def _receive(self, message: MailboxMessage) -> None:
+    def _receive_version(self, message: MailboxMessage) -> None:
         """Receive a version into the shadow."""
         self._arrived = None
         try:
             route = self._find_route(message)
             if isinstance(self._installer, ReceiveInPlace):
-                self._stop_serving()
+                self._wait_for_update()
             held = self._complete
             if _shares(self._shadow, self._complete_arrays):
                 self._complete = None
@@ -210,7 +210,7 @@ class Receiver:
             self._problem = str(error)
             self.close()
         if "holder" in message:  # no trainer will send digests
-            self._verify(message)
+            self._verify_version(message)
 
     def _receive_encoded(self, route: Route, base: int | None, held: int | None) -> None:
         """Receive a version into the shadow, as differences to a base if there is one.
@@ -225,8 +225,8 @@ class Receiver:
             problem = f"the engine does not hold version {base}, to which differences refer"
         self._encoded.receive(self._shadow, None if base is None else self._complete_arrays, problem)
 
-    def _stop_serving(self) -> None:
-        """Wait until all ranks are in ``update``; their models hold no version from then on."""
+    def _wait_for_update(self) -> None:
+        """Wait until all ranks are in ``update``; their models hold no whole version from then on."""
         seconds = self._options.join_seconds
 
         def wait() -> dict[str, Any]:
@@ -241,7 +241,7 @@ class Receiver:
         except ReshardError:
             self._end_receiving()
             raise
-        self.live = None
+        self.installed_version = None
 
     def _end_receiving(self) -> None:
         with self._changed:
@@ -280,7 +280,7 @@ class Receiver:
         assert self._route is not None
         return self._route[1]
 
-    def _verify(self, message: MailboxMessage) -> None:
+    def _verify_version(self, message: MailboxMessage) -> None:
         """Compare the digests of the shadow with those of the trainer, on all ranks."""
         version = message["version"]
         own: RegionDigests = ["", ""]
@@ -315,7 +315,7 @@ class Receiver:
         if self._leader is not None:
             self._leader.end_receiving(message, failed, self._complete)
 
-    def _serve(self, message: MailboxMessage) -> None:
+    def _send_to_engine(self, message: MailboxMessage) -> None:
         """Send the last version to another engine."""
         if self._complete != message["version"]:
             return
@@ -334,28 +334,28 @@ class Receiver:
         except Exception as error:
             self._problem = str(error)
 
-    def _swap(self, message: MailboxMessage) -> None:
+    def _swap_in(self, message: MailboxMessage) -> None:
         """Install the last version on all ranks, or on none. The thread that waits in ``update`` does it."""
         error: ReshardError | None = None
-        last, self.live = self.live, None
+        last, self.installed_version = self.installed_version, None
         version = self._complete_arrays, self._values, self._digests
         try:
             try:  # all ranks know of the swap before one changes its model
                 exchange(self._team.inner_group(), {}, "swaps a version in", AGREE_SECONDS)
             except ReshardError:
-                self.live = last
+                self.installed_version = last
                 raise
             self._install(*version)
-            self.live = message["version"]
+            self.installed_version = message["version"]
             self._spare, self._kept = self._kept[0], version
         except ReshardError as caught:
             error = caught
-            if self.live is None and self._installer.keeps_last and last is not None:
+            if self.installed_version is None and self._installer.keeps_last and last is not None:
                 with contextlib.suppress(ReshardError):  # then the engine stays without a version
                     self._install(*self._kept)
-                    self.live = last
+                    self.installed_version = last
         with self._changed:
-            self.swap_error, self.swapped = error, message["attempt"]
+            self.swap_error, self.last_swap = error, message["attempt"]
             self._changed.notify_all()
 
     def _install(self, arrays: TensorsByName, values: Mapping[str, Value], digests: RegionDigests) -> None:
@@ -387,6 +387,19 @@ class Receiver:
             if future.cancel():
                 raise RemoteError("no thread waits in update any more") from None
             future.result()
+
+
+#: Methods by the kind of their message. The first rank passes these messages on to all ranks, so that all act in one
+#: order.
+_HANDLERS: dict[str, Callable[[Receiver, MailboxMessage], None]] = {
+    "receive": Receiver._receive_version,
+    "verify": Receiver._verify_version,
+    "serve": Receiver._send_to_engine,
+    "ping": Receiver._answer_ping,
+    "refused": Receiver._note_refusal,
+    "dropped": Receiver._fetch_again,
+    "swap": Receiver._swap_in,
+}
 
 
 def _run(function: Callable[[], None], future: Future[None]) -> BaseException | None:

@@ -137,7 +137,7 @@ class Subscriber:
     @property
     def version(self) -> int | None:
         """The version that the model holds; None before the first update, and if a swap has failed."""
-        return self._receiver.live
+        return self._receiver.installed_version
 
     @publish_exceptions(lambda error, args, _: args[0]._leave(error))
     def update(self, timeout_seconds: float = 60.0) -> int:
@@ -161,20 +161,20 @@ class Subscriber:
         seconds = check_timeout(timeout_seconds)
         if self._team.is_closed:
             raise ArgumentError("this Subscriber is closed")
-        receiver, swapped = self._receiver, self._receiver.swapped
+        receiver, last_swap = self._receiver, self._receiver.last_swap
         try:
             self._wait_for_swap(seconds)
         except ReshardError:
             raise
         except BaseException as error:
             mark_published(error)
-            if receiver.swapped == swapped:
+            if receiver.last_swap == last_swap:
                 self._leave(error)
             raise
         if receiver.swap_error is not None:
             raise rebuild_error(*describe_error(receiver.swap_error))
-        assert receiver.live is not None
-        return receiver.live
+        assert receiver.installed_version is not None
+        return receiver.installed_version
 
     def _wait_for_swap(self, seconds: float) -> None:
         """Wait until the next attempt ends in a swap. If it ends otherwise, all ranks raise the same error."""
@@ -187,7 +187,8 @@ class Subscriber:
                 return
             error = TransferTimeoutError(
                 f"rank {self._team.rank} of the engine: no newer version was complete on all ranks, or not all ranks "
-                f"called update, in {seconds:g} s; the model keeps version {receiver.live}{receiver.describe_failure()}"
+                f"called update, in {seconds:g} s; the model keeps version {receiver.installed_version}"
+                f"{receiver.describe_failure()}"
             )
         except AttemptLeftError as left:
             raise left.error from None
@@ -205,7 +206,7 @@ class Subscriber:
     def _leave(self, error: BaseException) -> None:
         """End the call on all ranks, because an exception has ended it on this one."""
         with contextlib.suppress(RuntimeError, ReshardError):  # the store is lost, and so are the calls of all ranks
-            if not self._attempts.leave(self._team.left_error(error), self._receiver.swapped):
+            if not self._attempts.leave(self._team.left_error(error), self._receiver.last_swap):
                 self._receiver.wait_for_swap(self._attempts.number, AGREE_SECONDS)
 
     def close(self) -> None:
