@@ -102,7 +102,7 @@ def _rotation(problem: PlanProblem) -> tuple[Callable[[], object], Callable[[], 
     count = int((classes.receivers != NO_RANK).sum())
     outputs = [np.empty(count, dtype=np.int64) for _ in range(4)]
     after = [np.empty(size, dtype=np.int64) for size in (count + 1, 2 * count, count)]
-    host, total_bytes = topology.host_by_rank, float(classes.nbytes.sum())
+    host, total_bytes = topology.host_array, float(classes.nbytes.sum())
     inputs = np.ascontiguousarray(classes.receivers), holder, classes.nbytes, piece_offsets, host, host
 
     def native() -> object:
@@ -113,7 +113,7 @@ def _rotation(problem: PlanProblem) -> tuple[Callable[[], object], Callable[[], 
 
 def _direct_loads(problem: PlanProblem) -> tuple[Callable[[], object], Callable[[], object]]:
     """The loads of direct sends by native code and by the reference."""
-    holder, host = np.ascontiguousarray(problem.holders[:, 0]), problem.topology.host_by_rank
+    holder, host = np.ascontiguousarray(problem.holders[:, 0]), problem.topology.host_array
     loads = [np.zeros(problem.topology.num_hosts) for _ in range(3)]
     inputs = holder, np.ascontiguousarray(problem.receivers), problem.nbytes, host, host
     return lambda: _native.add_direct_loads(*inputs, *loads), lambda: direct_loads_python(problem)

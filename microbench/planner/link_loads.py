@@ -43,7 +43,7 @@ def loads_of(plan: Plan) -> dict[str, ClassLoad]:
     All tensors move from one set of ranks to another, as from trainers to servers.
     """
     topology, messages = plan.topology, tabulate_messages(plan)
-    host, nbytes = topology.host_by_rank, messages.nbytes
+    host, nbytes = topology.host_array, messages.nbytes
     of_sender, of_receiver = host[messages.sender], host[messages.receiver]
     inside = (of_sender == of_receiver) & (messages.sender != messages.receiver)
     across = of_sender != of_receiver
@@ -52,7 +52,7 @@ def loads_of(plan: Plan) -> dict[str, ClassLoad]:
     loads: dict[str, ClassLoad] = {}
 
     def add_nics(name: str, ranks: np.ndarray, end: np.ndarray, rates: np.ndarray) -> None:
-        nic = host * MAX_NICS + topology.nic_by_rank
+        nic = host * MAX_NICS + topology.nic_array
         passed = np.bincount(nic[end[across]], nbytes[across], minlength=topology.num_hosts * MAX_NICS)
         rate = np.broadcast_to(rates[: topology.num_hosts], (topology.num_hosts, MAX_NICS)).ravel()
         nics = np.unique(nic[ranks])

@@ -53,7 +53,7 @@ def sample_progress(boxes: HostBoxes, traffic: Traffic, timeline: Timeline) -> n
 
 def _between_hosts(boxes: HostBoxes, timeline: Timeline) -> tuple[np.ndarray, ...]:
     """Of each message between hosts: its row, both boxes, start and finish in seconds, and bytes."""
-    hosts, messages = boxes.plan.topology.host_by_rank, timeline.messages
+    hosts, messages = boxes.plan.topology.host_array, timeline.messages
     indices = np.flatnonzero(hosts[messages.sender] != hosts[messages.receiver])
     a, b = boxes.of_rank[messages.sender[indices]], boxes.of_rank[messages.receiver[indices]]
     return indices, a, b, timeline.start[indices], timeline.finish[indices], messages.nbytes[indices].astype(float)

@@ -44,7 +44,7 @@ def _find_trees(plan: Plan) -> list[tuple[Tree, int]]:
     A tree is the set of ``(sending host, receiving host)`` pairs of one region.
     """
     transfers = plan.transfers
-    hosts = plan.topology.host_by_rank
+    hosts = plan.topology.host_array
     edges_across = np.flatnonzero(hosts[transfers.sender] != hosts[transfers.receiver])
     transfer_of = transfers.transfer_of_edge[edges_across]
     a, b = hosts[transfers.sender[edges_across]], hosts[transfers.receiver[edges_across]]

@@ -98,7 +98,7 @@ def _mean_message_bytes(plan: Plan) -> float:
     """The mean bytes of the messages between hosts; 0 for a plan in closed form, or without such messages."""
     if not plan.is_listed:
         return 0.0
-    transfers, host = plan.transfers, plan.topology.host_by_rank
+    transfers, host = plan.transfers, plan.topology.host_array
     crosses = host[transfers.sender] != host[transfers.receiver]
     of_edge = transfers.transfer_of_edge[crosses]
     num_messages = int(transfers.num_chunks[of_edge].sum())

@@ -22,7 +22,7 @@ def bound_inside(tensors: Sequence[TensorSpec], topology: Topology) -> tuple[flo
     of_rank, total = topology.inside_bytes_per_second, topology.inside_total_bytes_per_second
     if of_rank is None and total is None:
         return 0.0, ""
-    host = topology.host_by_rank
+    host = topology.host_array
     reaches = np.zeros(len(host), dtype=np.int64)
     for spec in tensors:
         _add_bytes(reaches, spec, host)

@@ -250,7 +250,7 @@ class _Exchange:
     @classmethod
     def of_rotation(cls, plan: RotationPlan, loads: RotationLoads) -> _Exchange:
         """The loads of the only tensor of a plan in closed form, whose hosts all send alike."""
-        exchange, host = plan.exchanges[0], plan.topology.host_by_rank
+        exchange, host = plan.exchanges[0], plan.topology.host_array
         senders, receivers = (np.flatnonzero(number >= 0) for number in (exchange.src_number, exchange.dst_number))
         rank = int(exchange.holders[0, 0])
         first = host[rank]

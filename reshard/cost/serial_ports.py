@@ -32,7 +32,7 @@ def serial_seconds(plan: Plan) -> float:
         after_offsets=messages.after_offsets,
         after=messages.after,
         delay=delay,
-        host_of=topology.host_by_rank,
+        host_of=topology.host_array,
         ports=ports,
         rate=rate,
         ahead=np.array([recvs_ahead(window) for window in range(MAX_RECVS_AHEAD + 1)], dtype=np.int64),  # then constant
@@ -47,7 +47,7 @@ def _ports_of_ranks(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
     The columns are the ports of a rank: out of and into the rank inside its host, out of and into its NIC, out of and
     into its pod (-1 without pods), and the total rate inside its host (-1 without a limit).
     """
-    host, num_hosts, num_pods = topology.host_by_rank, topology.num_hosts, len(topology.pods)
+    host, num_hosts, num_pods = topology.host_array, topology.num_hosts, len(topology.pods)
     inside = np.full(len(host), topology.inside_bytes_per_second or UNLIMITED_RATE)
     nics = [np.broadcast_to(rates[:num_hosts], (num_hosts, MAX_NICS)).ravel() for rates in topology.nic_rates]
     pods = [
@@ -57,7 +57,7 @@ def _ports_of_ranks(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
     total = topology.inside_total_bytes_per_second
     parts = [inside, inside, *nics, *pods, np.full(num_hosts, total or UNLIMITED_RATE)]
     first = np.cumsum([0, *map(len, parts)])
-    nic, pod = host * MAX_NICS + topology.nic_by_rank, np.full(len(host), -1)
+    nic, pod = host * MAX_NICS + topology.nic_array, np.full(len(host), -1)
     if num_pods:
         pod = np.array([topology.host(h).pod for h in range(num_hosts)], dtype=np.int64)[host]
     ranks = np.arange(len(host))

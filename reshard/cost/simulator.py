@@ -116,7 +116,7 @@ def _simulate(plan: Plan, topology: Topology, cutoff: float, most_operations: in
 def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: Topology) -> Network:
     """The fluid model of the messages ``moves`` of a plan (rows of ``messages``, none a copy) on a topology."""
     sender, receiver = messages.sender[moves], messages.receiver[moves]
-    host = topology.host_by_rank
+    host = topology.host_array
     inside = (host[sender] == host[receiver]).astype(np.int64)
     queue = number_values(sender * 2 + inside)[1]
     pairs, stream = number_values(sender * len(host) + receiver)
@@ -180,7 +180,7 @@ class _Ports:
     @classmethod
     def of(cls, topology: Topology, sender: np.ndarray, receiver: np.ndarray) -> _Ports:
         """The ports of streams from ``sender[s]`` to ``receiver[s]``."""
-        host, nic = topology.host_by_rank, topology.nic_by_rank
+        host, nic = topology.host_array, topology.nic_array
         a, b = host[sender], host[receiver]
         inside = a == b
         apart = np.zeros(len(a), dtype=bool)

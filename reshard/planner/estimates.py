@@ -66,10 +66,10 @@ class StrategyBounds:
         problem, topology = self.problem, self.problem.topology
         if problem.holders.shape[1] > 1:
             return self.of_ungathered
-        num_hosts, nic = topology.num_hosts, topology.host_by_rank * MAX_NICS + topology.nic_by_rank
+        num_hosts, nic = topology.num_hosts, topology.host_array * MAX_NICS + topology.nic_array
         sent, received, pairs = (np.zeros(num_hosts * MAX_NICS) for _ in range(3))  # small regions may share a message
         receivers = np.ascontiguousarray(problem.receivers)
-        arrays = np.ascontiguousarray(problem.holders[:, 0]), receivers, problem.nbytes, topology.host_by_rank, nic
+        arrays = np.ascontiguousarray(problem.holders[:, 0]), receivers, problem.nbytes, topology.host_array, nic
         _native.add_direct_loads(*arrays, sent, received, pairs)
         seconds = 0.0
         for passed, rates, extra in ((sent, topology.nic_rates[0], pairs), (received, topology.nic_rates[1], 0.0)):
@@ -103,7 +103,7 @@ class StrategyBounds:
         first = host_classes.destinations[1][host_classes.destinations[0][:-1][host_classes.host_class[hosts > 0]]]
         ranks = classes.receivers[hosts > 0]
         is_chain = hosts > 1
-        is_chain[hosts > 0] |= ((topology.host_by_rank[ranks] == first[:, None]) & (ranks != NO_RANK)).sum(axis=1) > 1
+        is_chain[hosts > 0] |= ((topology.host_array[ranks] == first[:, None]) & (ranks != NO_RANK)).sum(axis=1) > 1
         chunk_bytes = np.where(is_chain, TREE_CHUNK_BYTES, UNPACKED_CHUNK_BYTES)
         chunks = -(-classes.nbytes // chunk_bytes)
         leaves_host = hosts > 0
@@ -173,7 +173,7 @@ class StrategyBounds:
         task = np.flatnonzero(cuts >= 0)
         if not len(task):
             return self.of_ungathered
-        host, table = problem.topology.host_by_rank, problem.receivers[task]
+        host, table = problem.topology.host_array, problem.receivers[task]
         width = len(host)
         key = np.where(table == NO_RANK, np.iinfo(np.int64).max, host[table] * width + table)
         ring, k = np.sort(key, axis=1) % width, problem.num_receivers[task]
@@ -224,7 +224,7 @@ class StrategyBounds:
         single = np.flatnonzero((classes.holders != NO_RANK).sum(axis=1) == 1)
         if not len(single):
             return 0.0
-        host = topology.host_by_rank
+        host = topology.host_array
         holder, receivers = classes.holders[single].max(axis=1), classes.receivers[single]
         if self.host_classes.moves.any():
             receivers = np.where(host[receivers] != host[holder][:, None], receivers, NO_RANK)
@@ -269,7 +269,7 @@ def bound_of_messages(
 ) -> float:
     """Like :func:`bound_of_transfers`, for ``count[i]`` messages of together ``nbytes[i]`` bytes from each sender."""
     topology = problem.topology
-    host, nic = topology.host_by_rank, topology.nic_by_rank
+    host, nic = topology.host_array, topology.nic_array
     a, b = host[sender], host[receiver]
     crosses = a != b
     inside = ~crosses & (sender != receiver)

@@ -295,15 +295,15 @@ class Topology:
     def ranks_of_host(self, number: int) -> list[int]:
         """The ranks of host ``number``, ascending."""
         number = check_integer(number, "the number of a host", 0, MAX_RANK)
-        return np.flatnonzero(self.host_by_rank == number).tolist()
+        return np.flatnonzero(self.host_array == number).tolist()
 
     @cached_property
-    def host_by_rank(self) -> np.ndarray:
+    def host_array(self) -> np.ndarray:
         """``host_of_rank`` as an int64 array."""
         return np.array(self.host_of_rank, dtype=np.int64)
 
     @cached_property
-    def nic_by_rank(self) -> np.ndarray:
+    def nic_array(self) -> np.ndarray:
         """``nic_of_rank`` as an int64 array."""
         return np.array(self.nic_of_rank, dtype=np.int64)
 

@@ -48,7 +48,7 @@ def test_large_exchange_takes_few_messages(is_in_place):
     dst = Layout(Mesh.of((8, 8), first_rank=0 if is_in_place else 64), "R S01")
     plan = make_plan(src, dst, (16384, 16384), "bfloat16", topology=load_preset("dgx_h100", 128))
     check_plan(plan)
-    host = plan.topology.host_by_rank
+    host = plan.topology.host_array
     crosses = host[plan.transfers.sender] != host[plan.transfers.receiver]
     assert np.count_nonzero(crosses) == (64 * 7 * 8 if is_in_place else 64 * 8)
     assert simulate(plan).makespan_seconds <= (6.91 if is_in_place else 2.1) * find_bound(plan).seconds
@@ -62,7 +62,7 @@ def test_default_latency_limits_the_number_of_messages(topology, across, inside)
     """Each pair of ranks exchanges a region. Between hosts, one message brings a rank its regions of a host."""
     src, dst = Layout(Mesh.of((4, 8)), "S01 R"), Layout(Mesh.of((4, 8), first_rank=32), "R S01")
     plan = make_plan(src, dst, (16384, 16384), "bfloat16", topology=topology)
-    host = plan.topology.host_by_rank
+    host = plan.topology.host_array
     crosses = host[plan.transfers.sender] != host[plan.transfers.receiver]
     assert (np.count_nonzero(crosses), np.count_nonzero(~crosses)) == (across, inside)
 

@@ -107,7 +107,7 @@ def test_one_rank_receives_for_its_host_if_its_links_are_fast(inside, num_ranks)
     topology = replace(_plan("R R", "R R", 1, 2).topology, inside_bytes_per_second=inside)
     src, dst = Layout(Mesh.of((1, 2)), "R R"), Layout(Mesh.of((2, 2), first_rank=2), "R R")
     plan = make_plan(src, dst, (4096, 1024), "float32", topology=topology, strategy="multicast")
-    host, sender, receiver = plan.topology.host_by_rank, plan.transfers.sender, plan.transfers.receiver
+    host, sender, receiver = plan.topology.host_array, plan.transfers.sender, plan.transfers.receiver
     crosses = host[sender] != host[receiver]
     for h in (1, 2):
         receiving_ranks = set(receiver[crosses & (host[receiver] == h)].tolist())

@@ -117,8 +117,8 @@ def test_native_and_reference_rotations_are_equal(seed):
     names = ("region", "sender", "receiver", "window", "source", "after_offsets", "after")
     found = {name: np.empty(count, dtype=np.int64) for name in names[:5]}
     found |= {"after_offsets": np.empty(count + 1, dtype=np.int64), "after": np.empty(2 * count, dtype=np.int64)}
-    host = topology.host_by_rank
-    nic = host * MAX_NICS + topology.nic_by_rank
+    host = topology.host_array
+    nic = host * MAX_NICS + topology.nic_array
     arrays = classes.receivers, np.array(holder), classes.nbytes, np.array(piece_offsets), host, nic
     limits = topology.num_hosts * MAX_NICS, rotates, most_bytes, WINDOW, INSIDE_WINDOW
     num_after = _native.rotate(*arrays, *limits, **found)
@@ -136,8 +136,8 @@ def test_native_and_reference_rotations_are_equal(seed):
 def test_native_and_reference_loads_and_rows_are_equal(seed):
     src, dst, shape, topology = random_problem(seed)
     problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
-    host = topology.host_by_rank
-    nic = host * MAX_NICS + topology.nic_by_rank
+    host = topology.host_array
+    nic = host * MAX_NICS + topology.nic_array
     loads = {name: np.zeros(topology.num_hosts * MAX_NICS) for name in ("sent", "received", "pairs")}
     holder = np.ascontiguousarray(problem.holders[:, 0])
     receivers = np.where(problem.receivers == holder[:, None], NO_RANK, problem.receivers)

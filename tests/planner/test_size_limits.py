@@ -89,7 +89,7 @@ def test_large_exchanges_are_sent_in_rotation(src, dst, shape, monkeypatch):
         for most in (10**6, 10)
     )
     check_plan(rotated)
-    host = topology.host_by_rank
+    host = topology.host_array
     across = host[rotated.transfers.sender] != host[rotated.transfers.receiver]
     ends = host[rotated.transfers.sender[across]].tolist(), host[rotated.transfers.receiver[across]].tolist()
     pairs = list(dict.fromkeys(zip(*ends, strict=True)))[:6]

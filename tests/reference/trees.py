@@ -25,7 +25,7 @@ class Trees:
         task, replica = np.nonzero(problem.receivers != NO_RANK)
         np.add.at(arriving, problem.receivers[task, replica], problem.nbytes[task])
         self._max_arriving = np.zeros(max(self._host_of, default=0) + 1, dtype=np.int64)
-        np.maximum.at(self._max_arriving, problem.topology.host_by_rank, arriving)
+        np.maximum.at(self._max_arriving, problem.topology.host_array, arriving)
 
     def edges(self, task: int, sender: int) -> list[tuple[int, int]]:
         """Edges of one task's tree: first between hosts, then inside hosts."""

@@ -75,7 +75,7 @@ class HostBoxes:
     @classmethod
     def of(cls, plan: Plan) -> HostBoxes:
         """The boxes of a plan: a box per host, unless there are more than :data:`MAX_BOXES` hosts on a side."""
-        host = plan.topology.host_by_rank
+        host = plan.topology.host_array
         src_ranks, dst_ranks = (
             np.array(sorted({rank for layout in layouts.values() for rank in layout.ranks}), dtype=np.int64)
             for layouts in (
@@ -108,12 +108,12 @@ class HostBoxes:
         of_host = np.full(self.plan.topology.num_hosts, -1, dtype=np.int64)
         for number, box in enumerate(self.all):
             of_host[list(box.hosts)] = number
-        return of_host[self.plan.topology.host_by_rank]
+        return of_host[self.plan.topology.host_array]
 
     def find_traffic(self, marked: Sequence[str] = ()) -> Traffic:
         """The bytes between boxes. ``marked`` names ports as :class:`~reshard.plan.Load` does, without NICs."""
         plan, transfers = self.plan, self.plan.transfers
-        host, nbytes = plan.topology.host_by_rank, plan.message_bytes[transfers.transfer_of_edge]
+        host, nbytes = plan.topology.host_array, plan.message_bytes[transfers.transfer_of_edge]
         a, b = host[transfers.sender], host[transfers.receiver]
         x, y = self.of_rank[transfers.sender], self.of_rank[transfers.receiver]
         inside = np.zeros(len(self.all), dtype=np.int64)

@@ -80,7 +80,7 @@ class EvenExchange:
         src, dst = spec.src_shards, spec.dst_shards
         if not _are_even(src, dst) or topology.pods:
             return None
-        host = topology.host_by_rank
+        host = topology.host_array
         nic = host * MAX_NICS + np.array(topology.nic_of_rank, dtype=np.int64)
         holders, groups = _divide_by_host(src.ranks, host), _divide_by_host(dst.ranks, host)
         if holders is None or groups is None:

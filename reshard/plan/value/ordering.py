@@ -69,7 +69,7 @@ def find_waits(plan: Plan, rank: int | None = None) -> Waits:
     )
     later, earlier = later[order], earlier[order]
     first = transfers.edge_offsets[:-1]
-    host = plan.topology.host_by_rank
+    host = plan.topology.host_array
     a, b = transfers.sender[first[earlier]], transfers.receiver[first[earlier]]
     sender, receiver = transfers.sender[first[later]], transfers.receiver[first[later]]
     leaves = host[a] == host[sender]
@@ -96,7 +96,7 @@ def _find_waits_of_host(plan: RotationPlan, rank: int) -> Waits:
     if is_sent:
         follows &= (sender[1:] != sender[:-1]) | (receiver[1:] != receiver[:-1])
     else:
-        host = plan.topology.host_by_rank
+        host = plan.topology.host_array
         follows &= host[sender[1:]] != host[sender[:-1]]
     kept, end = np.flatnonzero(follows), sender if is_sent else receiver
     return Waits(

@@ -87,7 +87,7 @@ class Plan(Drawn):
     @cached_property
     def both_ways(self) -> bool:
         """Whether some two ranks of different hosts send to each other."""
-        host = self.topology.host_by_rank
+        host = self.topology.host_array
         edges = np.unique(np.stack([self.transfers.sender, self.transfers.receiver], axis=1), axis=0)
         across = set(map(tuple, edges[host[edges[:, 0]] != host[edges[:, 1]]].tolist()))
         return any((receiver, sender) in across for sender, receiver in across)
@@ -161,7 +161,7 @@ class Plan(Drawn):
     def bytes_moved(self) -> tuple[int, int, int]:
         """Bytes ``(between hosts, between ranks of one host, copied within a rank)``."""
         edge_bytes = self.message_bytes[self.transfers.transfer_of_edge]
-        hosts = self.topology.host_by_rank
+        hosts = self.topology.host_array
         sender, receiver = self.transfers.sender, self.transfers.receiver
         copies = sender == receiver
         crosses = hosts[sender] != hosts[receiver]
@@ -187,7 +187,7 @@ class Plan(Drawn):
 
         The graph omits copies within a rank. It has no cycles, because a transfer waits only for earlier transfers.
         """
-        return build_hop_graph(self.transfers, self.message_bytes, self.topology.host_by_rank)
+        return build_hop_graph(self.transfers, self.message_bytes, self.topology.host_array)
 
     def to_text(self, max_transfers: int | None = None) -> str:
         """The plan as text: a header, the topology, the tensors, then a line for each transfer.

@@ -56,7 +56,7 @@ def find_loads(plan: Plan, topology: Topology | None = None) -> list[Load]:
     if not plan.is_listed and topology in (None, plan.topology):
         return _loads_of_rotation(cast("RotationPlan", plan))
     topology, transfers = topology or plan.topology, plan.transfers
-    host, nic = topology.host_by_rank, np.array(topology.nic_of_rank, dtype=np.int64)
+    host, nic = topology.host_array, np.array(topology.nic_of_rank, dtype=np.int64)
     crosses = np.flatnonzero(host[transfers.sender] != host[transfers.receiver])
     nbytes = plan.message_bytes[transfers.transfer_of_edge[crosses]]
     sender, receiver = transfers.sender[crosses], transfers.receiver[crosses]

@@ -58,7 +58,7 @@ class Gathering:
 
         The ranks that hold such regions take turns.
         """
-        host, width = problem.topology.host_by_rank, len(problem.topology.host_by_rank)
+        host, width = problem.topology.host_array, len(problem.topology.host_array)
         tasks = np.flatnonzero((problem.num_receivers > 0) & (problem.nbytes > 0) & ~problem.has_near_holder)
         if not len(tasks):
             return None
@@ -101,7 +101,7 @@ class Gathering:
         if not (np.diff(transfers.edge_offsets) == 1).all():
             return None
         task = self._tasks_of_boxes(transfers)
-        receivers, width = self.problem.receivers, len(self.problem.topology.host_by_rank)
+        receivers, width = self.problem.receivers, len(self.problem.topology.host_array)
         needs = np.sort((np.arange(len(receivers))[:, None] * width + receivers)[receivers != NO_RANK])
         key = task[transfers.first_box] * width + transfers.receiver
         stages = needs[np.minimum(np.searchsorted(needs, key), len(needs) - 1)] != key
@@ -168,7 +168,7 @@ class _Collector:
 
         Also returns the indices of these transfers among all.
         """
-        host = self._problem.topology.host_by_rank
+        host = self._problem.topology.host_array
         is_collected = np.minimum.reduceat(self._holder, transfers.box_offsets[:-1])[transfers.region] >= 0
         is_inside = (host[transfers.sender] == host[transfers.receiver]) & (transfers.sender != transfers.receiver)
         dropped, source = np.zeros(len(transfers), dtype=bool), transfers.source
@@ -212,7 +212,7 @@ class _Collector:
     def _find_parts(self, gathers: np.ndarray) -> _Parts:
         """The parts of the regions that these transfers gather."""
         transfers, holder = self._transfers, self._holder
-        first, width = transfers.box_offsets[:-1], len(self._problem.topology.host_by_rank)
+        first, width = transfers.box_offsets[:-1], len(self._problem.topology.host_array)
         keys = distinct_values(transfers.region[gathers] * width + transfers.sender[gathers])
         used = np.stack(np.divmod(keys, width), axis=1)
         count = np.diff(transfers.box_offsets)[used[:, 0]]

@@ -93,7 +93,7 @@ class HostClasses:
 
 def _hosts(ranks: np.ndarray, topology: Topology) -> np.ndarray:
     """The hosts of each row of ranks, ascending, without duplicates, padded with ``_NO_HOST``."""
-    hosts = np.where(ranks == NO_RANK, _NO_HOST, topology.host_by_rank[ranks])
+    hosts = np.where(ranks == NO_RANK, _NO_HOST, topology.host_array[ranks])
     hosts.sort(axis=1)
     hosts[:, 1:][hosts[:, 1:] == hosts[:, :-1]] = _NO_HOST
     hosts.sort(axis=1)
@@ -186,7 +186,7 @@ class _FanOut:
             host=host_classes.destinations[1],
             host_class=host_class,
             num_forwards=np.maximum(receivers / np.maximum(hosts, 1) - 1, 0)[host_class],
-            num_ranks=np.bincount(topology.host_by_rank[ranks], minlength=topology.num_hosts),
+            num_ranks=np.bincount(topology.host_array[ranks], minlength=topology.num_hosts),
             bytes_per_second=topology.inside_bytes_per_second or math.inf,
             latency_seconds=topology.inside_latency_seconds,
         )

@@ -81,7 +81,7 @@ def _number_parts(classes: Classes, topology: Topology) -> tuple[np.ndarray, int
     Parts are numbered in the order of their first ports.
     """
     num_nics = max(len(host.nics) for host in topology.hosts)
-    nic = topology.host_by_rank * num_nics + topology.nic_by_rank
+    nic = topology.host_array * num_nics + topology.nic_array
     senders, receivers = (nic[table[table != NO_RANK]] for table in (classes.holders, classes.receivers))
     num_pairs = len(distinct_values(senders)) * len(distinct_values(receivers))
     ranks = np.concatenate([classes.holders, classes.receivers], axis=1)
@@ -116,7 +116,7 @@ class _UplinkLoads:
     @classmethod
     def of(cls, classes: Classes, topology: Topology, part_of: np.ndarray, count: int) -> _UplinkLoads:
         pods = len(topology.pods)
-        pod_of_rank = np.array([topology.host(h).pod for h in range(topology.num_hosts)])[topology.host_by_rank]
+        pod_of_rank = np.array([topology.host(h).pod for h in range(topology.num_hosts)])[topology.host_array]
 
         def tabulate(ranks: np.ndarray) -> np.ndarray:
             """``(classes, pods)`` bool, whether one of the ranks of a class is in the pod."""
@@ -206,12 +206,12 @@ def _cut(
 
 def _topology_of(topology: Topology, ranks: np.ndarray, uplinks: tuple[Link, ...]) -> Topology:
     """The part of a topology with these ranks, their NICs, hosts and pods, numbered from 0, and the given uplinks."""
-    hosts, host_of = np.unique(topology.host_by_rank[ranks], return_inverse=True)
+    hosts, host_of = np.unique(topology.host_array[ranks], return_inverse=True)
     pods = sorted({topology.host(h).pod or 0 for h in hosts.tolist()})
     described, nic_of = [], np.zeros(len(ranks), dtype=np.int64)
     for number, old in enumerate(hosts.tolist()):
         here = np.flatnonzero(host_of == number)
-        nics, nic_of[here] = np.unique(topology.nic_by_rank[ranks[here]], return_inverse=True)
+        nics, nic_of[here] = np.unique(topology.nic_array[ranks[here]], return_inverse=True)
         host = topology.host(old)
         described.append(Host(tuple(host.nics[nic] for nic in nics), pod=pods.index(host.pod or 0)))
     return replace(

@@ -149,10 +149,10 @@ def without_slow_holders(problem: PlanProblem) -> PlanProblem | None:
     """
     hosts = range(problem.topology.num_hosts)
     rate = np.array([problem.topology.host(h).egress_bytes_per_second for h in hosts] + [0.0])
-    host = np.where(problem.holders == NO_RANK, -1, problem.topology.host_by_rank[problem.holders])
+    host = np.where(problem.holders == NO_RANK, -1, problem.topology.host_array[problem.holders])
     slow = (rate[host] < _SLOW_HOLDER_RATE * rate[host].max(axis=1, keepdims=True)) & (problem.holders != NO_RANK)
     for destinations in problem.destinations.T:
-        slow &= (host != problem.topology.host_by_rank[destinations][:, None]) | (destinations == NO_RANK)[:, None]
+        slow &= (host != problem.topology.host_array[destinations][:, None]) | (destinations == NO_RANK)[:, None]
     return replace(problem, holders=np.where(slow, NO_RANK, problem.holders)) if slow.any() else None
 
 
@@ -269,7 +269,7 @@ def _snap_rates(rates: list[float]) -> dict[float, float]:
 
 
 def _to_transfers(problem: PlanProblem, boxes: Boxes, schedule: ChunkSchedule) -> Transfers:
-    host = problem.topology.host_by_rank
+    host = problem.topology.host_array
     return Transfers.unchecked(
         box_offsets=boxes.at,
         box_tensor=boxes.tensor,

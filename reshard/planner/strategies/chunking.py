@@ -139,7 +139,7 @@ def _classify_routes(routes: Routes, topology: Topology) -> tuple[np.ndarray, np
 
 
 def _crosses(routes: Routes, topology: Topology) -> np.ndarray:
-    return topology.host_by_rank[routes.sender] != topology.host_by_rank[routes.receiver]
+    return topology.host_array[routes.sender] != topology.host_array[routes.receiver]
 
 
 def _tree_chunks(problem: PlanProblem, routes: Routes, nbytes: np.ndarray) -> np.ndarray:
@@ -153,7 +153,7 @@ def _tree_chunks(problem: PlanProblem, routes: Routes, nbytes: np.ndarray) -> np
     topology = problem.topology
     if not topology.latency_seconds or not len(routes):
         return chunk
-    hosts, first = topology.host_by_rank, routes.edge_offsets[:-1]
+    hosts, first = topology.host_array, routes.edge_offsets[:-1]
     crosses = hosts[routes.sender] != hosts[routes.receiver]
     home = hosts[routes.sender[first]]
     leaves = np.logical_or.reduceat(crosses, first)

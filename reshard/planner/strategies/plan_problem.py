@@ -97,7 +97,7 @@ class PlanProblem:
     @cached_property
     def has_near_holder(self) -> np.ndarray:
         """``(tasks,)`` bool, whether a holder and a receiver are on the same host."""
-        host = self.topology.host_by_rank
+        host = self.topology.host_array
         is_near = np.zeros(len(self), dtype=bool)
         receivers = np.where(self.receivers == NO_RANK, -1, host[self.receivers])
         for column in self.holders.T:

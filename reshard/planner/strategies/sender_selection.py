@@ -60,7 +60,7 @@ def pick_senders(problem: PlanProblem, task: np.ndarray, receiver: np.ndarray) -
     is_real = problem.holders != NO_RANK
     holder_offsets = np.concatenate([[0], np.cumsum(is_real.sum(axis=1))])
     sender = np.zeros(len(task), dtype=np.int64)
-    host = problem.topology.host_by_rank
+    host = problem.topology.host_array
     _native.pick_senders(holder_offsets, problem.holders[is_real], task, receiver, problem.nbytes, host, sender)
     return sender
 

@@ -61,7 +61,7 @@ def global_all_gather(problem: PlanProblem) -> Routes:
 
 def local_cuts(problem: PlanProblem) -> np.ndarray:
     """``(tasks,)`` the dim along which :func:`local_all_gather` cuts each region, -1 if it sends it directly."""
-    host = np.append(problem.topology.host_by_rank, -1)[problem.receivers]
+    host = np.append(problem.topology.host_array, -1)[problem.receivers]
     first = np.where(host < 0, problem.topology.num_hosts, host).min(axis=1, initial=problem.topology.num_hosts)
     on_one_host = first == host.max(axis=1, initial=-1)
     return np.where(on_one_host, _first_dim(problem, _divides(problem)), -1)

@@ -32,7 +32,7 @@ def along_trees(problem: PlanProblem, order: Iterable[tuple[int, int]]) -> Route
     topology, (source, target) = problem.topology, np.zeros((2, int(edge_offsets[-1])), dtype=np.int64)
     _native.grow_trees(
         np.ascontiguousarray(sender), edge_offsets, receivers[is_real], problem.nbytes[task],
-        topology.host_by_rank, np.array([topology.host(host).pod or 0 for host in range(topology.num_hosts)]),
+        topology.host_array, np.array([topology.host(host).pod or 0 for host in range(topology.num_hosts)]),
         len(topology.pods), _busiest_receiver_bytes(problem), source, target,
     )  # fmt: skip
     return Routes(task, problem.start[task], problem.stop[task], edge_offsets, source, target)
@@ -40,7 +40,7 @@ def along_trees(problem: PlanProblem, order: Iterable[tuple[int, int]]) -> Route
 
 def _busiest_receiver_bytes(problem: PlanProblem) -> np.ndarray:
     """``(hosts,)`` bytes that the rank with the most to receive on each host receives."""
-    host = problem.topology.host_by_rank
+    host = problem.topology.host_array
     task, replica = np.nonzero(problem.receivers != NO_RANK)
     received = np.zeros(len(host), dtype=np.int64)
     np.add.at(received, problem.receivers[task, replica], problem.nbytes[task])

@@ -108,7 +108,7 @@ class _Rounds:
 
     def __init__(self, plan: Plan) -> None:
         messages = tabulate_messages(plan)
-        host = plan.topology.host_by_rank
+        host = plan.topology.host_array
         inside = host[messages.sender] == host[messages.receiver]
         moves = messages.sender != messages.receiver
         largest = {kind: int(messages.nbytes[moves & (inside == kind)].max(initial=0)) for kind in (False, True)}
