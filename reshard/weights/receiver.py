@@ -285,7 +285,7 @@ class Receiver:
         version = message["version"]
         own: RegionDigests = ["", ""]
 
-        def digest() -> dict[str, Any]:
+        def digest_shadow() -> dict[str, Any]:
             if self._arrived != version or self._checker is None:
                 raise RemoteError(self._problem or f"version {version} has not arrived")
             nonlocal own
@@ -295,7 +295,7 @@ class Receiver:
         failed = None
         try:
             seconds = self._options.timeout_seconds + AGREE_SECONDS  # other ranks may still receive
-            reports = run_collectively(self._team.inner_group(), digest, "verifies a version", seconds)
+            reports = run_collectively(self._team.inner_group(), digest_shadow, "verifies a version", seconds)
             landed = {rank: report["digests"] for rank, report in reports.items()}
             assert self._checker is not None
             if "holder" in message:

@@ -144,7 +144,7 @@ class Sender:
             with self._snapshot.sending(message["version"]):
                 values.update(self._snapshot.values)
                 handle = self._start(route, message)
-                digests = self._digest()
+                digests = self._digest_snapshot()
                 sent = handle.wait(self._options.timeout_seconds)
             times.update(seconds=time.monotonic() - begun, **route.predict())
             return {"digests": digests, "seconds": sent.seconds, "nbytes": sent.nbytes, "formats": sent.formats}
@@ -217,7 +217,7 @@ class Sender:
             self._route = key, route
         return self._route[1]
 
-    def _digest(self) -> dict[str, RegionDigests]:
+    def _digest_snapshot(self) -> dict[str, RegionDigests]:
         """The digests for each engine of what this rank sends."""
         digests: dict[int, RegionDigests] = {}
         for checker in self._checkers.values():

@@ -129,13 +129,13 @@ def transfer_state_dict(
 def _verify(group: Group, checker: Checker, sent: TensorsByName, landed: TensorsByName, seconds: float) -> None:
     """Compare the digests of what has landed on any rank with those of the source."""
 
-    def digest() -> dict[str, Any]:
+    def digest_both() -> dict[str, Any]:
         return {
             "sent": checker.digest_source(sent, group.rank),
             "landed": checker.digest_target(landed, group.rank),
         }
 
-    digests = run_collectively(group, digest, "verifies what has landed", seconds)
+    digests = run_collectively(group, digest_both, "verifies what has landed", seconds)
     checker.compare(
         add_all([report["sent"] for report in digests.values()]),
         {rank: report["landed"] for rank, report in digests.items()},

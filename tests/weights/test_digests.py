@@ -41,9 +41,9 @@ def test_one_call_digests_regions_of_every_word_size_and_stride_as_the_reference
         of_words = [*(parts * stride for stride in strides), 1]
         expected.append(digest_region(unsigned, of_words, first * parts))
         assert region_digests._digest_region_on_device(words, of_words, first * parts) == expected[-1]
-    assert regions.digest().tolist() == expected
+    assert regions.find_digests().tolist() == expected
     whole[1, 3] += 1  # digests are of what the memory holds now
-    assert (regions.digest() != np.array(expected, dtype=np.uint64)).tolist() == [True] * 3 + [False] * 5
+    assert (regions.find_digests() != np.array(expected, dtype=np.uint64)).tolist() == [True] * 3 + [False] * 5
 
 
 def test_digests_of_parts_add_up_to_that_of_the_tensor():
@@ -55,11 +55,12 @@ def test_digests_of_parts_add_up_to_that_of_the_tensor():
         for columns in (slice(0, 5), slice(5, 14)):
             regions.add(tensor[rows, columns], rows.start * 14 + columns.start, strides)
     assert (
-        region_digests.add_digests(regions.digest(), np.zeros(4, dtype=np.int64), 1).tolist() == whole.digest().tolist()
+        region_digests.add_digests(regions.find_digests(), np.zeros(4, dtype=np.int64), 1).tolist()
+        == whole.find_digests().tolist()
     )
-    expected = whole.digest().tolist()
+    expected = whole.find_digests().tolist()
     tensor[[0, 1]] = tensor[[1, 0]]  # the same elements in other places
-    assert whole.digest().tolist() != expected
+    assert whole.find_digests().tolist() != expected
 
 
 def make_manifest(model: dict[str, torch.Tensor]) -> Manifest:

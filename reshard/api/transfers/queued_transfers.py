@@ -343,7 +343,7 @@ class QueuedTransfers:
         digests = None
         if self._verify:
             digests, src = TransferDigests(), list(map(encoded_array, src))
-            digests.replicas = self._hops.replicas.digest(self._program.rank, src)
+            digests.replicas = self._hops.replicas.digest_replicas(self._program.rank, src)
         run_program(
             self._program,
             self.transport,  # type: ignore[arg-type]

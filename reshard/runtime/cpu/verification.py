@@ -125,7 +125,7 @@ class Replicas:
         """Indices of a rank's entries."""
         return np.flatnonzero(self.rank == rank)
 
-    def digest(self, rank: int, src: Sequence[torch.Tensor | CastSource | None]) -> list[int]:
+    def digest_replicas(self, rank: int, src: Sequence[torch.Tensor | CastSource | None]) -> list[int]:
         """The digest of each entry of a rank, taken from its source shards."""
         digests = []
         for entry in self.entries_of(rank).tolist():
@@ -144,7 +144,7 @@ class Replicas:
         """Describe the first tile of which two ranks hold different elements; None if there is none.
 
         Args:
-            digests: what :meth:`digest` returned on each rank.
+            digests: what :meth:`digest_replicas` returned on each rank.
         """
         value = np.zeros(len(self.rank), dtype=np.uint64)
         for rank, digest in digests.items():

@@ -71,7 +71,7 @@ class LocatedRegions:
             unsigned = words.numpy().view(f"uint{8 * words.itemsize}")
             self._native.add(unsigned, np.array(of_words), first * per_element)
 
-    def digest(self) -> np.ndarray:
+    def find_digests(self) -> np.ndarray:
         """The digest of what each region holds now, in the order of :meth:`add`."""
         on_host = np.empty(len(self._is_on_device) - len(self._devices), dtype=np.uint64)
         self._native.digest(on_host)

@@ -101,7 +101,7 @@ class Checker:
         Args:
             arrays: the local shards of the source by name.
         """
-        return self._digest(arrays, rank, is_source=True)
+        return self._digest_side(arrays, rank, is_source=True)
 
     def digest_target(self, arrays: Mapping[str, torch.Tensor], rank: int) -> RegionDigests:
         """The digests of the regions that one rank of the destination holds.
@@ -109,13 +109,13 @@ class Checker:
         Args:
             arrays: the local shards of the destination by name, in the dtypes of the source.
         """
-        return self._digest(arrays, rank, is_source=False)
+        return self._digest_side(arrays, rank, is_source=False)
 
-    def _digest(self, arrays: Mapping[str, torch.Tensor], rank: int, is_source: bool) -> RegionDigests:
+    def _digest_side(self, arrays: Mapping[str, torch.Tensor], rank: int, is_source: bool) -> RegionDigests:
         located = self._last.get((is_source, rank))
         if located is None or not located.is_of(arrays):
             located = self._last[is_source, rank] = self._locate(arrays, rank, is_source)
-        digests = located.regions.digest()
+        digests = located.regions.find_digests()
         return _to_text(located.numbers, add_digests(digests, located.where, len(located.numbers)))
 
     def _locate(self, arrays: Mapping[str, torch.Tensor], rank: int, is_source: bool) -> _Located:
