@@ -17,7 +17,7 @@ from reshard.cost.serial_ports import serial_seconds
 from reshard.plan import tabulate_messages
 from reshard.planner import NO_RANK, PlanProblem, make_plan, plan_tensors
 from reshard.planner.multicast.classes import Classes, group_rows
-from reshard.planner.strategies.chunking import INSIDE_WINDOW, WINDOW
+from reshard.planner.strategies.chunk_limits import INSIDE_WINDOW, WINDOW
 from reshard.runtime.byte_runs import copy_runs
 from reshard.scheduler import Pipeline, auto_schedule, simulate_schedule
 from reshard.scheduler.ir.communication import add_transfers

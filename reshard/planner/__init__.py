@@ -6,7 +6,7 @@ May import :mod:`reshard.cost` and the layers below it.
 from reshard.planner.auto_strategy import CANDIDATES
 from reshard.planner.estimates import StrategyBounds, bound_of_transfers
 from reshard.planner.planning import estimate_planning_seconds, make_plan, plan_tensors, restore_plan
-from reshard.planner.strategies.chunking import MIN_STAGING_BYTES
+from reshard.planner.strategies.chunk_limits import MIN_STAGING_BYTES
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes, Strategy
 from reshard.planner.strategy_registry import ALIASES, AUTO, STRATEGIES, find_strategy

@@ -12,7 +12,12 @@ from reshard.arguments import check_arguments, check_fields
 from reshard.plan import Transfers
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
-from reshard.planner.strategies.chunking import SMALL_BYTES, STAGING_PARTS, TREE_CHUNK_BYTES, UNPACKED_CHUNK_BYTES
+from reshard.planner.strategies.chunk_limits import (
+    SMALL_REGION_BYTES,
+    STAGING_PARTS,
+    TREE_CHUNK_BYTES,
+    UNPACKED_CHUNK_BYTES,
+)
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.sends_and_all_gathers import global_cuts
 from reshard.ragged import NO_RANK, distinct_values, ranges
@@ -184,7 +189,7 @@ class StrategyBounds:
         # a receiver sends its successor all parts except the one that the successor fetched
         part = size[row] * (following + 1) // k[row] - size[row] * following // k[row]
         smallest = size // k * row_bytes
-        small = min(SMALL_BYTES, problem.staging_bytes // STAGING_PARTS)  # smaller parts may share a message
+        small = min(SMALL_REGION_BYTES, problem.staging_bytes // STAGING_PARTS)  # smaller parts may share a message
         return bound_of_messages(
             problem,
             ring[row, place],

@@ -12,7 +12,8 @@ from reshard.formatting import brief, compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, RotationPlan, Transfers, mark_sound, ranks_of
 from reshard.planner.auto_strategy import choose_fastest
 from reshard.planner.stacking import Stacks, stack_problem, unstack
-from reshard.planner.strategies.chunking import STAGING_PARTS, UNPACKED_CHUNK_BYTES, routes_to_transfers
+from reshard.planner.strategies.chunk_limits import STAGING_PARTS, UNPACKED_CHUNK_BYTES
+from reshard.planner.strategies.chunking import routes_to_transfers
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes, Strategy
 from reshard.planner.strategies.routes_check import check_routes

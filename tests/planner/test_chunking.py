@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reshard import Layout, Mesh, RegionLayout, make_plan
 from reshard.plan import plan_to_json
-from reshard.planner.multicast.strategy import INSIDE_WINDOW
+from reshard.planner.strategies.chunk_limits import INSIDE_WINDOW
 
 
 def test_small_regions_between_two_ranks_share_a_message():

@@ -15,7 +15,7 @@ from reshard.planner import STRATEGIES, plan_tensors
 from reshard.planner.multicast.classes import Classes, group_rows
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import make_workload, nics_of
-from reshard.planner.strategies.chunking import INSIDE_WINDOW, WINDOW
+from reshard.planner.strategies.chunk_limits import INSIDE_WINDOW, WINDOW
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.sender_selection import SendLoads, pick_sender, pick_senders, real_ranks
 from reshard.planner.strategies.trees import along_trees

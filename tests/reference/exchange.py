@@ -8,7 +8,7 @@ from collections import defaultdict
 import numpy as np
 
 from reshard.planner.multicast.classes import Classes
-from reshard.planner.strategies.chunking import INSIDE_WINDOW, WINDOW
+from reshard.planner.strategies.chunk_limits import INSIDE_WINDOW, WINDOW
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology

@@ -16,7 +16,7 @@ from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
 from reshard.cli.demo_transfers import shard_of_positions
 from reshard.errors import PlanError
 from reshard.plan import expand_messages, message_nbytes
-from reshard.planner.strategies.chunking import MIN_STAGING_BYTES
+from reshard.planner.strategies.chunk_limits import MIN_STAGING_BYTES
 from reshard.planner.strategy_registry import STRATEGIES
 from reshard.runtime.cpu.staging import TorchMemory, view_as_bits
 from reshard.runtime.program import build_program

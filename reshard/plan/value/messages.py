@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from reshard.plan.value.plan import Plan
-from reshard.plan.value.rotation_plan import INSIDE_WINDOW, RotationPlan
+from reshard.plan.value.rotation_plan import ROTATION_INSIDE_WINDOW, RotationPlan
 from reshard.plan.value.transfers import GATHERED, Transfers
 from reshard.ragged import ranges
 
@@ -332,7 +332,7 @@ def _expand_rotation(plan: RotationPlan, rank: int) -> Iterator[Message]:
             boxes=((tensor, tuple(start), tuple(stop)),),
             source=None if source < 0 else source,
             after=(),
-            window=plan.window if lane >= 0 else INSIDE_WINDOW,
+            window=plan.window if lane >= 0 else ROTATION_INSIDE_WINDOW,
         )
 
 

@@ -23,7 +23,7 @@ from reshard.topology import MAX_NICS, Topology, topology_to_json
 ROTATION = "rotation"
 #: Limits on the unfinished messages of a sender: between hosts, the same if they receive from several at once, and
 #: inside its host.
-_WINDOW, _WINDOW_OF_LANES, INSIDE_WINDOW = 2, 4, 8
+_WINDOW, _WINDOW_OF_LANES, ROTATION_INSIDE_WINDOW = 2, 4, 8
 #: The messages of a larger plan are not listed.
 MAX_LISTED = 2**20
 #: Keys of messages are below this, and fit int64.
@@ -217,7 +217,7 @@ class RotationPlan(Plan):
             sender=sender,
             receiver=receiver,
             splits=np.ones((len(key), ndim), dtype=np.int64),
-            window=np.where(lane >= 0, self.window, INSIDE_WINDOW),
+            window=np.where(lane >= 0, self.window, ROTATION_INSIDE_WINDOW),
             after_offsets=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(key)))]),
             after=earlier[by_later],
             source=brings,

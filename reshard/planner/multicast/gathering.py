@@ -13,7 +13,8 @@ import numpy as np
 from reshard.plan import GATHERED, Transfers, num_recv_slots
 from reshard.planner.multicast.classes import group_rows
 from reshard.planner.multicast.strategy import multicast
-from reshard.planner.strategies.chunking import INSIDE_WINDOW, routes_to_transfers
+from reshard.planner.strategies.chunk_limits import INSIDE_WINDOW
+from reshard.planner.strategies.chunking import routes_to_transfers
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.ragged import NO_RANK, distinct_values, ranges

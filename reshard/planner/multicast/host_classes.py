@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.planner.multicast.classes import Classes, group_rows, sum_by
+from reshard.planner.strategies.chunk_limits import MIN_MULTICAST_CHUNK_BYTES
 from reshard.ragged import NO_RANK, distinct_values, ranges
 from reshard.topology import Topology
 
@@ -26,8 +27,6 @@ _MIN_SLOTS = 64
 _SLOTS_OF_NIC = 128
 #: Smallest size of a chunk, as a fraction of the largest chunk. Slow ports get smaller chunks.
 _MIN_RELATIVE_SPEED = 1 / 8
-#: Smallest chunk if the topology gives no latency.
-_MIN_CHUNK_BYTES = 2**14
 #: Up to this many ranks of a host forward a piece along a chain; more ranks form a binary tree.
 LONGEST_CHAIN = 8
 #: If one rank serves a NIC alone, forwarding may use this share of the rank's bandwidth inside its host.
@@ -316,7 +315,7 @@ def count_chunks(
     max_chunks = _max_slots(len(receivers), max(len(topology.host(h).nics) for h in senders))
     first, last = max_chunks, max_chunks * 3 // 2
     if not topology.latency_seconds and not topology.inside_latency_seconds:  # the cost of a message is unknown
-        last = max(min(last, int(times.slot_bytes) // _MIN_CHUNK_BYTES), 1)
+        last = max(min(last, int(times.slot_bytes) // MIN_MULTICAST_CHUNK_BYTES), 1)
         first = min(first, last)
     else:
         near = times.cheapest(sorted({round(1.25**i) for i in range(40) if 1.25**i < max_chunks}), cap, min_counts)

@@ -9,7 +9,7 @@ from reshard.plan import Transfers
 from reshard.planner.multicast.chunk_workload import Nics
 from reshard.planner.multicast.classes import Classes, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds, is_fast_inside
-from reshard.planner.strategies.chunking import INSIDE_WINDOW, STAGING_PARTS, UNPACKED_CHUNK_BYTES, WINDOW
+from reshard.planner.strategies.chunk_limits import INSIDE_WINDOW, STAGING_PARTS, UNPACKED_CHUNK_BYTES, WINDOW
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import NO_RANK
 from reshard.topology import MAX_NICS

@@ -17,13 +17,17 @@ from reshard.planner.multicast.problem_parts import MAX_TOGETHER, ProblemPart, s
 from reshard.planner.multicast.relay_limits import limit_relay_staging
 from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
-from reshard.planner.strategies.chunking import INSIDE_WINDOW, STAGING_PARTS, UNPACKED_CHUNK_BYTES, WINDOW
+from reshard.planner.strategies.chunk_limits import (
+    INSIDE_WINDOW,
+    MAX_MULTICAST_CHUNK_BYTES,
+    STAGING_PARTS,
+    UNPACKED_CHUNK_BYTES,
+    WINDOW,
+)
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.planner.strategies.routes import Routes
 from reshard.ragged import NO_RANK
 
-#: Largest size of a chunk that needs no packing. On fast links, latencies would dominate the time of smaller chunks.
-MAX_MULTICAST_CHUNK_BYTES = 32 * 2**20
 #: Value of :attr:`ChunkWorkload.max_lead` if one rank can serve its NIC alone. Ranks in turn wait for each other.
 _UNLIMITED_LEAD = 2**20
 #: Rates that differ by less than this fraction count as equal. Transfers at equal rates end together.

@@ -9,30 +9,18 @@ from reshard.plan import Transfers
 from reshard.ragged import distinct_values, ranges
 from reshard.topology import Topology
 
+from .chunk_limits import (
+    DIRECT_WINDOW,
+    MIN_STAGING_BYTES,
+    PACKED_CHUNK_BYTES,
+    SMALL_REGION_BYTES,
+    STAGING_PARTS,
+    TREE_CHUNK_BYTES,
+    TREE_WINDOW,
+    UNPACKED_CHUNK_BYTES,
+)
 from .plan_problem import PlanProblem
 from .routes import Routes, copy_routes
-
-#: Chunk size of transfers with one hop, and of transfers inside a host. A large limit means few messages.
-#: But a transfer still has several chunks, so that packing one overlaps with sending another.
-UNPACKED_CHUNK_BYTES = 8 * 2**20
-#: Chunk size of regions that must be packed. Four such chunks fit the share of a send queue, a quarter of the default
-#: staging of 64 MiB. So the window, not the staging, limits the messages in flight.
-PACKED_CHUNK_BYTES = 4 * 2**20
-#: Largest chunk that is forwarded from host to host. It is small, so that the pipeline fills fast.
-TREE_CHUNK_BYTES = 2**20
-#: Regions smaller than this share messages if they follow the same tree.
-SMALL_BYTES = 2**16
-DIRECT_WINDOW = 4
-#: Messages of a schedule between hosts in flight per sender and receiver.
-WINDOW = 8
-#: Like ``WINDOW``, inside hosts. Concurrent sends of a rank share its links. With more concurrent sends, all of them
-#: arrive later.
-INSIDE_WINDOW = 4
-TREE_WINDOW = 2
-MIN_STAGING_BYTES = 2**16
-#: Packed and staged chunks are at most ``staging_bytes / STAGING_PARTS``. A rank can then stage two sends of a queue,
-#: which may use a quarter of the staging, and four receives, which may use half.
-STAGING_PARTS = 8
 
 
 def routes_to_transfers(problem: PlanProblem, chosen: Routes | Transfers, *, is_builtin: bool = True) -> Transfers:
@@ -98,7 +86,9 @@ def cut_transfers(problem: PlanProblem, routes: Routes, staging_bytes: int, *, i
     if not is_direct.all():
         chunk_bytes = np.where(is_direct, direct, np.minimum(_tree_chunks(problem, routes, nbytes), limit))
     chunk_bytes = np.where(is_copy, np.int64(2**62), chunk_bytes)
-    bundle_of = _bundle_small(routes, nbytes, itemsize, is_copy, min(SMALL_BYTES, limit), min(TREE_CHUNK_BYTES, limit))
+    bundle_of = _bundle_small(
+        routes, nbytes, itemsize, is_copy, min(SMALL_REGION_BYTES, limit), min(TREE_CHUNK_BYTES, limit)
+    )
     task, start, stop = routes.task, routes.start, routes.stop
     lead: np.ndarray | slice = slice(None)
     box_offsets = np.arange(len(routes) + 1)  # a transfer for each route
@@ -161,7 +151,7 @@ def _tree_chunks(problem: PlanProblem, routes: Routes, nbytes: np.ndarray) -> np
     slowest = min(nic.egress_bytes_per_second for host in topology.hosts for nic in host.nics)
     hops = np.maximum(np.add.reduceat(crosses, first) - 1, 1)
     best = np.sqrt(leaving[home] * slowest * topology.latency_seconds / hops)
-    return np.clip(best, SMALL_BYTES, TREE_CHUNK_BYTES).astype(np.int64)
+    return np.clip(best, SMALL_REGION_BYTES, TREE_CHUNK_BYTES).astype(np.int64)
 
 
 def _bundle_small(
