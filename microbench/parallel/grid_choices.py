@@ -1,7 +1,7 @@
 """The choice of ``choose_grid``, compared with measured steps on all grids.
 
 Each case trains one layer of the GPT of ``reshard train`` on emulated hosts, on every shape of grid that the ranks can
-form, with the rank order that has the lowest price. Links are calibrated. The rate of a rank is that of a step without
+form, with the rank order that has the lowest cost. Links are calibrated. The rate of a rank is that of a step without
 communication, while all ranks run such steps. "Lost" is the measured time of the chosen grid over that of the best one,
 less 1. NICs are so slow that communication, and not the CPU that all ranks share, takes most of a step.
 """
@@ -29,7 +29,7 @@ from reshard.cli.progress_bars import print_line, track
 from reshard.coordination.device_mesh import make_device_mesh
 from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients
 from reshard.parallel.grid import AXES
-from reshard.parallel.grid_choice import GridPrice
+from reshard.parallel.grid_choice import GridCost
 from reshard.scheduler.training.models.gpt import GPT
 from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.topology import Topology
@@ -128,11 +128,11 @@ def _step(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> None:
     sync_gradients(model, check_every=0)
 
 
-def best_of_each_shape(candidates: tuple[GridPrice, ...]) -> list[GridPrice]:
+def best_of_each_shape(candidates: tuple[GridCost, ...]) -> list[GridCost]:
     """The cheapest rank order of each shape, cheapest shape first."""
-    best_of: dict[str, GridPrice] = {}
-    for price in candidates:
-        best_of.setdefault(str(price), price)
+    best_of: dict[str, GridCost] = {}
+    for cost in candidates:
+        best_of.setdefault(str(cost), cost)
     return list(best_of.values())
 
 
@@ -145,15 +145,15 @@ def run_case(case: GridCase, repeats: int) -> float:
         choice = choose_grid(
             TransformerSizes.of(case.config), links, ranks, rows=case.rows, flops_per_second=flops, itemsize=4
         )
-        prices = best_of_each_shape(choice.candidates)
-        arrangements = [price.ranks(ranks) for price in prices]
+        costs = best_of_each_shape(choice.candidates)
+        arrangements = [cost.ranks(ranks) for cost in costs]
         times = slowest(cluster.run(time_grids, case, arrangements, repeats, timeout_seconds=900))
         seconds = list(medians_of(times).values())
     lost = seconds[0] / min(seconds) - 1
     print_line(f"\n{case}; {flops / 1e9:.1f} GFLOP/s a rank; the choice loses {lost:.1%}")
     table = Table({"grid": ">12", "kind": ">14", "predicted, ms": ">.0f", "measured, ms": ">.0f"})
-    for price, measured in zip(prices, seconds, strict=True):
-        table.add(str(price), price.kind, 1e3 * price.seconds, 1e3 * measured)
+    for cost, measured in zip(costs, seconds, strict=True):
+        table.add(str(cost), cost.kind, 1e3 * cost.seconds, 1e3 * measured)
     return lost
 
 

@@ -2,7 +2,7 @@
 
 Shapes are [rows, cols, depth]. The SUMMA2.5-LM paper reports 1.45 under weak scaling: the batch grows with depth x
 rows, and the hidden size with rows. The two grids then run different problems, so their speeds are compared as
-floating-point operations per second and GPU. The table also compares the grids on the same problem. Prices are those of
+floating-point operations per second and GPU. The table also compares the grids on the same problem. Costs are those of
 ``choose_grid`` on 16 hosts of 4 GPUs, with the best mapping of ranks for each grid.
 """
 
@@ -15,7 +15,7 @@ from microbench.harness.case_options import add_number
 from microbench.harness.table import Table
 from reshard.cli.progress_bars import print_line, track
 from reshard.parallel import TransformerSizes, choose_grid
-from reshard.parallel.grid_choice import GridPrice
+from reshard.parallel.grid_choice import GridCost
 from reshard.topology import Topology
 
 SEQUENCE = 512
@@ -28,19 +28,19 @@ def sizes(hidden: int) -> TransformerSizes:
     return TransformerSizes(hidden, 1, 64, 64, hidden // 64, 4 * hidden, 1, 1, SEQUENCE)
 
 
-def price(
+def find_best(
     shape: tuple[int, int, int], rows: int, hidden: int, topology: Topology, flops_per_second: float
-) -> GridPrice:
-    """The price of a grid of shape ``(rows, cols, depth)`` under its best mapping of ranks, in bfloat16."""
+) -> GridCost:
+    """The cost of a grid of shape ``(rows, cols, depth)`` under its best mapping of ranks, in bfloat16."""
     choice = choose_grid(sizes(hidden), topology, range(64), rows=rows, flops_per_second=flops_per_second, itemsize=2)
     return next(
         candidate for candidate in choice.candidates if (candidate.rows, candidate.cols, candidate.depth) == shape
     )
 
 
-def speed(grid_price: GridPrice, rows: int, hidden: int) -> float:
+def speed(grid_cost: GridCost, rows: int, hidden: int) -> float:
     """Floating-point operations of matrix products per second and GPU: 3 passes of 2 x 12 h^2 per token."""
-    return 3 * 24 * hidden**2 * rows * SEQUENCE / 64 / grid_price.seconds
+    return 3 * 24 * hidden**2 * rows * SEQUENCE / 64 / grid_cost.seconds
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
         weak, same = [], []
         for shape in ((4, 4, 4), (8, 8, 1)):
             rows, hidden = options.rows * shape[0] * shape[2], options.hidden * shape[0]
-            weak.append(speed(price(shape, rows, hidden, topology, teraflops * 1e12), rows, hidden))
+            weak.append(speed(find_best(shape, rows, hidden, topology, teraflops * 1e12), rows, hidden))
             rows, hidden = options.rows * 16, options.hidden * 4
-            same.append(speed(price(shape, rows, hidden, topology, teraflops * 1e12), rows, hidden))
+            same.append(speed(find_best(shape, rows, hidden, topology, teraflops * 1e12), rows, hidden))
         table.add(nic, inside, teraflops, weak[0] / weak[1], same[0] / same[1])

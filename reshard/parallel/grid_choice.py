@@ -17,7 +17,7 @@ from reshard.topology import Topology
 
 from .axis_costs import find_axis_cost
 from .grid.cuts import AXES, chunk_spans, size_of
-from .layer_price import GridLoad, price_layer
+from .grid_layer_cost import GridLoad, find_layer_cost
 from .products.dataflow import PANEL_WIDTH
 from .transformer import TransformerSizes
 
@@ -27,7 +27,7 @@ _SAVED_PER_FEATURE = 20
 
 
 @dataclass(frozen=True)
-class GridPrice:
+class GridCost:
     """A grid, and the estimated time and memory of one training step on it.
 
     Attributes:
@@ -85,13 +85,13 @@ class GridChoice:
         memory_limit_bytes: memory limit of a rank, or infinity.
     """
 
-    candidates: tuple[GridPrice, ...]
-    too_large: tuple[GridPrice, ...]
+    candidates: tuple[GridCost, ...]
+    too_large: tuple[GridCost, ...]
     refused: tuple[tuple[str, str], ...]
     memory_limit_bytes: float
 
     @property
-    def best(self) -> GridPrice:
+    def best(self) -> GridCost:
         """The fastest grid that fits."""
         return self.candidates[0]
 
@@ -105,23 +105,23 @@ class GridChoice:
             f"{'memory':>10}  ranks vary fastest along"
         ]
         seen: set[str] = set()
-        for price in self.candidates:
-            if str(price) in seen or len(seen) == count:
+        for cost in self.candidates:
+            if str(cost) in seen or len(seen) == count:
                 continue
-            seen.add(str(price))
-            parts = (price.compute_seconds, price.product_seconds, price.depth_seconds, price.other_seconds)
+            seen.add(str(cost))
+            parts = (cost.compute_seconds, cost.product_seconds, cost.depth_seconds, cost.other_seconds)
             lines.append(
-                f"{price!s:>12} {price.kind:>14} {price.seconds:>9.4g} "
+                f"{cost!s:>12} {cost.kind:>14} {cost.seconds:>9.4g} "
                 + " ".join(f"{part:>9.3g}" for part in parts)
-                + f" {format_bytes(price.memory_bytes):>10}  {', '.join(reversed(price.order))}"
+                + f" {format_bytes(cost.memory_bytes):>10}  {', '.join(reversed(cost.order))}"
             )
-        more = len({str(price) for price in self.candidates}) - len(seen)
+        more = len({str(cost) for cost in self.candidates}) - len(seen)
         if more:
             lines.append(f"{'':>12} {more} slower {'shape fits' if more == 1 else 'shapes fit'}; pass a larger count")
-        shapes = {str(price): price for price in self.too_large}
+        shapes = {str(cost): cost for cost in self.too_large}
         lines += [
-            f"{name:>12} needs {format_bytes(price.memory_bytes)} of {format_bytes(self.memory_limit_bytes)}"
-            for name, price in shapes.items()
+            f"{name:>12} needs {format_bytes(cost.memory_bytes)} of {format_bytes(self.memory_limit_bytes)}"
+            for name, cost in shapes.items()
         ]
         lines += [f"{name:>12} {reason}" for name, reason in self.refused]
         return "\n".join(lines)
@@ -173,7 +173,7 @@ def choose_grid(
     workload = _Workload(
         sizes, topology, tuple(ranks), rows, flops_per_second, itemsize, state_bytes, panel, keep_inputs
     )
-    prices: list[GridPrice] = []
+    costs: list[GridCost] = []
     refused: list[tuple[str, str]] = []
     for shape in _shapes(len(ranks)):
         depth, grid_rows, cols = shape
@@ -183,19 +183,19 @@ def choose_grid(
         elif depth * grid_rows > rows:
             refused.append((name, f"needs {depth * grid_rows} rows in a batch, which has {rows}"))
         else:
-            prices += [workload.price(shape, order) for order in _orders(shape)]
-    prices.sort(key=lambda price: (price.seconds, price.memory_bytes, str(price), price.order))
-    fitting = tuple(price for price in prices if price.memory_bytes <= memory_limit_bytes)
+            costs += [workload.estimate(shape, order) for order in _orders(shape)]
+    costs.sort(key=lambda cost: (cost.seconds, cost.memory_bytes, str(cost), cost.order))
+    fitting = tuple(cost for cost in costs if cost.memory_bytes <= memory_limit_bytes)
     if not fitting:
-        min_bytes = min((price.memory_bytes for price in prices), default=math.inf)
+        min_bytes = min((cost.memory_bytes for cost in costs), default=math.inf)
         detail = (
             f"the smallest needs {format_bytes(min_bytes)} of {format_bytes(memory_limit_bytes)} on each rank; "
             "use more ranks, or fewer rows in a batch"
-            if prices
+            if costs
             else "; ".join(f"{name} {reason}" for name, reason in refused)
         )
         raise ArgumentError(f"no grid of {len(ranks)} ranks fits: {detail}")
-    too_large = tuple(price for price in prices if price.memory_bytes > memory_limit_bytes)
+    too_large = tuple(cost for cost in costs if cost.memory_bytes > memory_limit_bytes)
     return GridChoice(fitting, too_large, tuple(refused), memory_limit_bytes)
 
 
@@ -234,28 +234,36 @@ class _Workload:
     panel: int
     keep_inputs: bool
 
-    def price(self, shape: tuple[int, int, int], order: tuple[str, ...]) -> GridPrice:
+    def estimate(self, shape: tuple[int, int, int], order: tuple[str, ...]) -> GridCost:
         """Estimate a grid of shape ``(depth, rows, cols)`` with the axes in this order over the ranks."""
         sizes, (depth, rows, cols) = self.sizes, shape
         arranged = _arrange(self.ranks, shape, order)
-        costs = {axis: find_axis_cost(self.topology, arranged, number) for number, axis in enumerate(AXES)}
+        axis_costs = {axis: find_axis_cost(self.topology, arranged, number) for number, axis in enumerate(AXES)}
         layer_rows = size_of(chunk_spans(self.rows, depth)[0])
         tokens = tuple(size_of(span) * sizes.sequence for span in chunk_spans(layer_rows, rows))
         load = GridLoad(
-            rows, cols, depth, tokens, costs, self.itemsize, self.itemsize, self.panel, keep_inputs=self.keep_inputs
+            rows,
+            cols,
+            depth,
+            tokens,
+            axis_costs,
+            self.itemsize,
+            self.itemsize,
+            self.panel,
+            keep_inputs=self.keep_inputs,
         )
         compute = exposed = sums = norms = 0.0
         parameters = stationary = kept = 0
         for layer, count in ((sizes.layer, sizes.num_layers), (sizes.output, 1)):
-            price = price_layer(layer, load, self.flops_per_second)
-            compute += count * sum(compute_pass.compute for compute_pass in price.passes)
-            exposed += count * sum(compute_pass.exposed for compute_pass in price.passes)
-            sums += count * price.depth_seconds
-            norms += count * (price.norm_forward_seconds + price.norm_backward_seconds)
-            parameters += count * price.parameters
-            stationary += count * price.num_stationary
-            kept += count * price.kept_elements
+            cost = find_layer_cost(layer, load, self.flops_per_second)
+            compute += count * sum(compute_pass.compute for compute_pass in cost.passes)
+            exposed += count * sum(compute_pass.exposed for compute_pass in cost.passes)
+            sums += count * cost.depth_seconds
+            norms += count * (cost.norm_forward_seconds + cost.norm_backward_seconds)
+            parameters += count * cost.parameters
+            stationary += count * cost.num_stationary
+            kept += count * cost.kept_elements
         saved = sizes.num_layers * _SAVED_PER_FEATURE * tokens[0] * math.ceil(sizes.hidden / cols)
         logits = 3 * tokens[0] * math.ceil(sizes.vocabulary / cols)
         memory = parameters * self.state_bytes + (saved + logits + kept) * self.itemsize
-        return GridPrice(rows, cols, depth, order, compute, exposed, sums, norms, memory, stationary)
+        return GridCost(rows, cols, depth, order, compute, exposed, sums, norms, memory, stationary)

@@ -8,7 +8,7 @@ from typing import Any
 from reshard.arguments import check_arguments, check_fields
 from reshard.errors import ArgumentError
 
-from .layer_price import LayerSizes
+from .grid_layer_cost import LayerSizes
 
 
 @dataclass(frozen=True)

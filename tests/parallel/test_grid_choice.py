@@ -1,4 +1,4 @@
-"""The choice of a grid: prices against formulas by hand, the order that was measured, limits and errors."""
+"""The choice of a grid: costs against formulas by hand, the order that was measured, limits and errors."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ def four_hosts(rate=50e6):
 
 def best_of(choice, rows, cols, depth):
     shape = (rows, cols, depth)
-    return next(price for price in choice.candidates if (price.rows, price.cols, price.depth) == shape)
+    return next(cost for cost in choice.candidates if (cost.rows, cost.cols, cost.depth) == shape)
 
 
-def test_price_of_a_one_dimensional_grid_equals_the_one_by_hand():
+def test_cost_of_a_one_dimensional_grid_equals_the_one_by_hand():
     """[1,4,1] on four hosts: a move brings in 3/4 of the smaller activation of a layer. No weights move."""
     topology = Topology.uniform(range(4), 1e6)
     choice = choose_grid(sizes(64, sequence=32), topology, range(4), rows=4, flops_per_second=1e18)
-    price = best_of(choice, 1, 4, 1)
+    cost = best_of(choice, 1, 4, 1)
     tokens = 128
     # Activations of 64 features move 3 times in a layer that cuts its input, and twice in one that cuts its output.
     moved = tokens * (64 * 3 / 4 * (2 * 3 + 2 * 2) + 1 * 3 * 2) * 4  # the output of one feature lies on one column
-    assert price.product_seconds == pytest.approx(moved / 1e6, rel=0.02)
-    assert price.depth_seconds == 0
+    assert cost.product_seconds == pytest.approx(moved / 1e6, rel=0.02)
+    assert cost.depth_seconds == 0
 
 
 def test_grids_are_ordered_by_sizes_of_activations_and_weights():
     """Large activations on slow links favor more depth and fewer columns. Large weights favor few replicas."""
     slow = four_hosts()
     choice = choose_grid(sizes(256), slow, range(16), rows=32, flops_per_second=1e18)
-    prices = [best_of(choice, *shape).seconds for shape in ((2, 2, 4), (4, 4, 1), (1, 16, 1))]
-    assert prices == sorted(prices)
+    costs = [best_of(choice, *shape).seconds for shape in ((2, 2, 4), (4, 4, 1), (1, 16, 1))]
+    assert costs == sorted(costs)
     choice = choose_grid(sizes(1024, sequence=32), slow, range(16), rows=16, flops_per_second=1e18)
-    prices = [best_of(choice, *shape).seconds for shape in ((1, 16, 1), (2, 2, 4), (1, 1, 16))]
-    assert prices == sorted(prices)
+    costs = [best_of(choice, *shape).seconds for shape in ((1, 16, 1), (2, 2, 4), (1, 1, 16))]
+    assert costs == sorted(costs)
 
 
 def test_mapping_keeps_the_busier_axis_inside_hosts():
     choice = choose_grid(sizes(256), four_hosts(), range(16), rows=32, flops_per_second=1e18)
-    price = best_of(choice, 1, 4, 4)
-    assert price.order[-1] == "col"  # activations move more often than gradients
-    assert price.ranks(range(16))[0, 0].tolist() == [0, 1, 2, 3]
+    cost = best_of(choice, 1, 4, 4)
+    assert cost.order[-1] == "col"  # activations move more often than gradients
+    assert cost.ranks(range(16))[0, 0].tolist() == [0, 1, 2, 3]
 
 
 def test_slow_uplinks_of_pods_change_the_winner():
@@ -73,13 +73,13 @@ def test_slow_uplinks_of_pods_change_the_winner():
 def test_kept_inputs_take_memory_for_the_bytes_that_they_save():
     topology = Topology(tuple(range(4)), hosts=(Host((Link.of(50e6),)),) * 4, latency_seconds=0.0)
 
-    def price(keep_inputs):
+    def cost(keep_inputs):
         choice = choose_grid(
             sizes(256), topology, range(4), rows=16, flops_per_second=1e18, panel=10**6, keep_inputs=keep_inputs
         )
         return best_of(choice, 1, 4, 1)
 
-    gathered, kept = price(False), price(True)
+    gathered, kept = cost(False), cost(True)
     extra = kept.memory_bytes - gathered.memory_bytes
     assert extra > 0
     assert gathered.seconds - kept.seconds == pytest.approx(extra / 50e6, rel=1e-6)
@@ -88,9 +88,9 @@ def test_kept_inputs_take_memory_for_the_bytes_that_they_save():
 def test_grids_above_the_memory_limit_are_dropped_and_impossible_requests_refused():
     model = sizes(256)
     everything = choose_grid(model, four_hosts(), range(16), rows=32, flops_per_second=1e12)
-    limit = sorted(price.memory_bytes for price in everything.candidates)[2]
+    limit = sorted(cost.memory_bytes for cost in everything.candidates)[2]
     choice = choose_grid(model, four_hosts(), range(16), limit, rows=32, flops_per_second=1e12)
-    assert all(price.memory_bytes <= limit for price in choice.candidates)
+    assert all(cost.memory_bytes <= limit for cost in choice.candidates)
     assert len(choice.candidates) + len(choice.too_large) == len(everything.candidates)
     assert "needs" in choice.explain()
     with pytest.raises(
@@ -109,7 +109,7 @@ def test_grids_above_the_memory_limit_are_dropped_and_impossible_requests_refuse
 
 def test_the_table_says_how_many_shapes_it_omits():
     choice = choose_grid(sizes(256), four_hosts(), range(16), rows=32, flops_per_second=1e12)
-    shapes = len({str(price) for price in choice.candidates})
+    shapes = len({str(cost) for cost in choice.candidates})
     for count, line in ((shapes - 2, "2 slower shapes fit;"), (shapes - 1, "1 slower shape fits;")):
         assert choice.explain(count).splitlines()[1 + count].strip().startswith(line)
     assert "slower" not in choice.explain(shapes)

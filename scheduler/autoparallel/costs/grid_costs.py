@@ -13,7 +13,7 @@ import numpy as np
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.parallel.axis_costs import AxisCost, find_axis_cost
 from reshard.parallel.grid.cuts import AXES
-from reshard.parallel.layer_price import GridLoad, LayerPrice, LayerSizes, price_layer
+from reshard.parallel.grid_layer_cost import GridLayerCost, GridLoad, LayerSizes, find_layer_cost
 from reshard.topology import Host, Link, Topology
 
 from ..inputs.layer_choices import Choice, ChoiceRules, GridShape
@@ -39,7 +39,7 @@ def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostIn
     """The cost of a layer on a grid for one microbatch. See :func:`~.costs.layer_costs.layer_cost`.
 
     Computation takes the busiest rank's share of the profiled time of one rank. Communication takes the time that
-    :func:`~reshard.parallel.layer_price.price_layer` returns for a rank of that speed. Gradients are summed over the
+    :func:`~reshard.parallel.grid_layer_cost.find_layer_cost` returns for a rank of that speed. Gradients are summed over the
     depth once in a step; such a sum keeps a copy of them.
     """
     sizes = layer.grid_sizes
@@ -138,7 +138,7 @@ def _price_grid_states(params: float, choice: Choice, place: StagePlace, work: L
     return _GridStateCosts((weights + optimizer) / depth + held, held, weights, gather, scatter, is_encoded)
 
 
-def _exposed(price: LayerPrice) -> float:
+def _exposed(price: GridLayerCost) -> float:
     return sum(compute_pass.exposed for compute_pass in price.passes)
 
 
@@ -155,23 +155,23 @@ def _share(sizes: LayerSizes, grid: GridShape) -> float:
         return 1.0 / grid[1]
     alone = AxisCost(0.0, 0.0, 0.0, 0)
     load = GridLoad(1, grid[1], 1, (sizes.sequence,), dict.fromkeys(AXES, alone), 1, 1)
-    return price_layer(sizes, load, 1.0).forward.compute / sizes.forward_flops
+    return find_layer_cost(sizes, load, 1.0).forward.compute / sizes.forward_flops
 
 
 def _best_price(
     sizes: LayerSizes, grid: GridShape, place: StagePlace, layer_times: LayerTimes, own: float, work: LayerCostInputs
-) -> LayerPrice:
+) -> GridLayerCost:
     """The price of a layer, with encoded products if they are faster or must be encoded."""
     rows, cols, depth = grid
     flops, itemsize = sizes.forward_flops * own, _itemsize(work)
     rate = flops / layer_times.forward_seconds if flops and layer_times.forward_seconds else math.inf
     tokens = (max(1, math.ceil(own * sizes.sequence)),) * rows
     load = GridLoad(rows, cols, depth, tokens, _axis_costs(place, grid), itemsize, work.states.gradient)
-    price, coding = price_layer(sizes, load, rate), work.codec_costs.panels
+    price, coding = find_layer_cost(sizes, load, rate), work.codec_costs.panels
     if coding is None:
         return price
     seconds = coding.coding_seconds(itemsize, 2 * itemsize)  # in an all-gather, a rank also decodes its own part
-    encoded = price_layer(sizes, replace(load, encoded_ratio=coding.ratio, coding_seconds=seconds), rate)
+    encoded = find_layer_cost(sizes, replace(load, encoded_ratio=coding.ratio, coding_seconds=seconds), rate)
     return encoded if not work.codec_costs.is_optional or _exposed(encoded) < _exposed(price) else price
 
 

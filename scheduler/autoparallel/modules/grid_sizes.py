@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from reshard.parallel.conversion import find_refusal
-from reshard.parallel.layer_price import LayerSizes
+from reshard.parallel.grid_layer_cost import LayerSizes
 
 from ...pipe.partition.blocks import BlockStage
 from ...pipe.partition.stage_graph import Value

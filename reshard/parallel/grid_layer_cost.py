@@ -1,6 +1,6 @@
 """The cost of one layer on a grid: computation, communication and parameters of the busiest rank.
 
-:func:`~reshard.parallel.choose_grid` adds the prices of layers up; so does the strategy search.
+:func:`~reshard.parallel.choose_grid` adds the costs of layers up; so does the strategy search.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NORM_BYTES = 8.0
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The properties of a layer that determine its price on a grid.
+    """The properties of a layer that determine its cost on a grid.
 
     Args:
         hidden: features of its output.
@@ -109,7 +109,7 @@ class PassSeconds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LayerPrice:
+class GridLayerCost:
     """The cost of one layer on a grid, for a batch.
 
     Attributes:
@@ -140,12 +140,12 @@ class LayerPrice:
         return self.forward, self.input_grad, self.weight_grad
 
 
-def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> LayerPrice:
-    """The price of one layer on a grid.
+def find_layer_cost(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> GridLayerCost:
+    """The cost of one layer on a grid.
 
     Products use the dataflows that move least. The local multiplication of a product hides its communication, except
     for one panel. Both products of a backward share an all-gather, so a schedule that runs them apart moves a little
-    more than this price says.
+    more than this cost says.
 
     Args:
         layer: the layer.
@@ -183,7 +183,7 @@ def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> L
         sums += _depth_seconds(table, load)
     norm = layer.num_norms * load.axis_costs["col"].seconds(load.tokens[0] * _NORM_BYTES)
     forward, input_grad, weight_grad = map(PassSeconds, compute, exposed)
-    return LayerPrice(
+    return GridLayerCost(
         forward,
         input_grad,
         weight_grad,
