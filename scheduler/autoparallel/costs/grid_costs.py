@@ -38,8 +38,8 @@ def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
 def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostInputs) -> LayerCost:
     """The cost of a layer on a grid for one microbatch. See :func:`~.costs.layer_costs.layer_cost`.
 
-    Computation takes the busiest rank's share of the profiled time of one rank. Communication takes the time that
-    :func:`~reshard.parallel.grid_layer_cost.find_layer_cost` returns for a rank of that speed. Gradients are summed over the
+    Computation takes the busiest rank's share of the profiled time of one rank. Communication takes the time of
+    :func:`~reshard.parallel.grid_layer_cost.find_layer_cost` for a rank of that speed. Gradients are summed over the
     depth once in a step; such a sum keeps a copy of them.
     """
     sizes = layer.grid_sizes
