@@ -26,7 +26,7 @@ from reshard.api.preparation import plan_per_host
 from reshard.coordination import CallGroup, find_call_group, find_group, plan_arguments
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan
 from reshard.planner import plan_tensors
-from reshard.runtime.program import build_program
+from reshard.runtime import build_program
 from reshard.sharding import TensorSpec
 from reshard.testing.processes import run_processes
 from reshard.topology import Topology

@@ -45,8 +45,7 @@ from reshard.runtime.cuda.nccl_library import NcclError
 from reshard.runtime.program import RankProgram
 from reshard.runtime.rounds.round_assignment import Round
 from reshard.runtime.rounds.runner import RoundRunner
-from reshard.runtime.transport import BrokenConnectionError
-from reshard.runtime.transport.connections import Connections, GlooTransport
+from reshard.runtime.transport import BrokenConnectionError, Connections, GlooTransport
 
 #: Timeout for publishing an error.
 REPORT_SECONDS = 1.0

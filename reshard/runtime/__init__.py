@@ -3,3 +3,7 @@
 May import :mod:`reshard.plan` and the packages below it. ``program``, ``byte_runs`` and ``strided_regions`` import no
 torch.
 """
+
+from reshard.runtime.program import RankProgram, build_program
+
+__all__ = ["RankProgram", "build_program"]

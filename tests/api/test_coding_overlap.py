@@ -13,8 +13,7 @@ from reshard import Layout, Mesh, Topology
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.errors import RemoteError
 from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
-from reshard.runtime.transport.connections import GlooTransport
-from reshard.runtime.transport.shared_memory import SharedMemory
+from reshard.runtime.transport import GlooTransport, SharedMemory
 from reshard.testing.processes import run_processes
 
 SHAPE = (1024, 4096)  # 16 MiB; the elements are 4.1 MiB, in messages of 1 MiB from host to host

@@ -18,7 +18,7 @@ from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.codecs import parse_codec
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, CompressionError, DisagreementError, VerificationError
-from reshard.runtime.transport.connections import GlooTransport
+from reshard.runtime.transport import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 from reshard.topology import Host, Link
 from tests.support.tensors import same_bytes, take_shard

@@ -11,7 +11,7 @@ import reshard
 from reshard import Layout, Mesh
 from reshard.errors import ArgumentError
 from reshard.formatting import compare_names
-from reshard.runtime.transport import connections
+from reshard.runtime.transport import Connections
 from reshard.testing.processes import run_processes
 from tests.support.tensors import result_or_error
 
@@ -42,7 +42,7 @@ def test_late_rank_gets_the_timeout_error_of_the_others(leaves):
 
 def _fail_to_connect(rank):
     """Rank 1 cannot start the thread of a Gloo group, which closes its connections before it reports why."""
-    make = connections.Connections._make_group
+    make = Connections._make_group
 
     def fail(*arguments):
         group = make(*arguments)
@@ -57,7 +57,7 @@ def _fail_to_connect(rank):
             group.barrier().wait()
         return group
 
-    connections.Connections._make_group = fail if rank == 1 else meet
+    Connections._make_group = fail if rank == 1 else meet
     return result_or_error(
         lambda: reshard.reshard(torch.zeros(4), BOTH, Layout(Mesh.of("2"), "S0"), timeout_seconds=10)
     )

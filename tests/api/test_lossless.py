@@ -23,7 +23,7 @@ from reshard.errors import (
     ResourceError,
     VerificationError,
 )
-from reshard.runtime.transport.connections import GlooTransport
+from reshard.runtime.transport import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.tensors import same_bytes, take_shard
 from tests.support.versions import DST, DTYPES, SHAPES, SRC, make_version, shards_of

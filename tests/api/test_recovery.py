@@ -20,7 +20,7 @@ from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.coordination.groups.process_group import serve_store
 from reshard.plan import DEFAULT_STAGING_BYTES
 from reshard.planner import planning
-from reshard.runtime.transport.connections import GlooTransport
+from reshard.runtime.transport import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 
 SHAPE = (512, 1024)

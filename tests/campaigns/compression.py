@@ -26,7 +26,7 @@ from reshard.cli.progress_bars import print_line, track
 from reshard.codecs import BLOCK_CODECS, parse_codec
 from reshard.errors import RankLostError
 from reshard.planner import STRATEGIES
-from reshard.runtime.transport.connections import GlooTransport
+from reshard.runtime.transport import GlooTransport
 from reshard.sharding import compress_tensor
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.tensors import same_bytes, take_shard

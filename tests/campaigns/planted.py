@@ -25,8 +25,7 @@ from reshard.coordination.groups.store import LOST_STORE_SECONDS
 from reshard.planner import AUTO, STRATEGIES
 from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.cpu.program_executor import NOTIFY_TAG
-from reshard.runtime.transport.connections import GlooTransport
-from reshard.runtime.transport.shared_memory import SHARED_MEMORY_VARIABLE, SharedMemory
+from reshard.runtime.transport import SHARED_MEMORY_VARIABLE, GlooTransport, SharedMemory
 from reshard.topology.topology import Host, Link
 
 TIMEOUT_SECONDS = 2.0

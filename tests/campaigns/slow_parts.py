@@ -29,7 +29,7 @@ from reshard import Layout, Mesh
 from reshard.coordination import agreement_rounds
 from reshard.coordination.call_group import CallGroup
 from reshard.coordination.hub_and_spokes import Hub, Spoke
-from reshard.runtime.transport.connections import Connections, GlooTransport
+from reshard.runtime.transport import Connections, GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.pausable_store import PausableStore
 

@@ -16,7 +16,7 @@ import reshard.scheduler as rs
 from reshard import Topology
 from reshard.compression import Policy, parse_policy
 from reshard.errors import ArgumentError
-from reshard.runtime.transport.connections import GlooTransport
+from reshard.runtime.transport import GlooTransport
 from reshard.scheduler.runtime.replica_sync import ReplicaSync
 from reshard.testing.processes import run_processes
 from tests.support.torch_names import GATHER, REDUCE_SCATTER

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import reshard
 from reshard.coordination.call_group import find_call_group
 from reshard.errors import RemoteError
-from reshard.runtime.transport.connections import abort_group
+from reshard.runtime.transport import abort_group
 from reshard.testing import LaunchError, run_processes
 
 

@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 import reshard
 import reshard.api.call
-import reshard.runtime.transport.connections
 from reshard import Layout, Mesh
 from reshard.coordination.call_group import find_call_group
 from reshard.coordination.groups.process_group import find_group
-from reshard.runtime.transport import BrokenConnectionError
+from reshard.runtime.transport import BrokenConnectionError, Connections
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.interpreters import find_free_port
 
@@ -76,12 +75,12 @@ def _run(function, victim):
 
 
 def _dies_while_connecting(rank, victim, on_loss="raise"):
-    make = reshard.runtime.transport.connections.Connections._make_group
+    make = Connections._make_group
 
     def die(self, *args):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    reshard.runtime.transport.connections.Connections._make_group = die if rank == victim else make
+    Connections._make_group = die if rank == victim else make
     src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("2", first_rank=2), "S0")
     source = torch.arange(24.0).reshape(6, 4) if rank < 2 else None
     start = time.monotonic()

@@ -19,9 +19,9 @@ import reshard.cupy
 from reshard import Layout, Mesh
 from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.planner.strategy_registry import STRATEGIES
+from reshard.runtime import build_program
 from reshard.runtime.cpu.staging import TorchMemory, view_as_bits
 from reshard.runtime.cuda.stream import CudaRoundStreams
-from reshard.runtime.program import build_program
 from reshard.runtime.rounds.round_assignment import find_rounds
 from reshard.runtime.rounds.runner import RoundRunner
 from reshard.runtime.strided_regions import box_regions, copy_regions_python, make_tables

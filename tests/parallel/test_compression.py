@@ -16,7 +16,7 @@ from reshard.parallel import Grid, parallelize, relayout, sync_gradients
 from reshard.parallel.grid.compressed_axis import CompressedAxis
 from reshard.parallel.grid.grid_axis import Axis
 from reshard.parallel.grid.host_collectives import HostCollectives
-from reshard.runtime.transport.connections import GlooTransport
+from reshard.runtime.transport import GlooTransport
 from reshard.scheduler import Pipeline, Stage, StageOutput, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.testing import run_processes

@@ -15,7 +15,7 @@ from reshard import Layout, Mesh, Topology, check_plan, make_plan
 from reshard.errors import PlanError
 from reshard.plan import Transfers, parse_plan
 from reshard.planner.strategy_registry import STRATEGIES
-from reshard.runtime.program import build_program
+from reshard.runtime import build_program
 from tests.support.memory_transport import run_in_threads
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 

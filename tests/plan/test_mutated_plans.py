@@ -13,7 +13,7 @@ import torch
 from reshard import Layout, Mesh, ReshardError, Topology, check_plan, make_plan
 from reshard.errors import PlanError
 from reshard.plan import find_waits, parse_plan
-from reshard.runtime.program import build_program
+from reshard.runtime import build_program
 from tests.support.changed import change_plan
 from tests.support.memory_transport import run_in_threads
 from tests.support.random_problems import random_problem

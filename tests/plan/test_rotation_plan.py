@@ -33,7 +33,7 @@ from reshard.cost.prediction import _seconds_of_rotation
 from reshard.errors import ArgumentError, PlanError, TopologyError
 from reshard.plan import RotationPlan, expand_messages, find_loads, find_waits, is_sound
 from reshard.planner import planning
-from reshard.runtime.program import build_program
+from reshard.runtime import build_program
 from reshard.sharding import TensorSpec
 from reshard.testing.processes import run_processes
 from reshard.topology import Host, Link

@@ -346,7 +346,7 @@ def _recover():
 
 
 def _end_in_transfer(actor):
-    from reshard.runtime.transport.connections import GlooTransport
+    from reshard.runtime.transport import GlooTransport
 
     GlooTransport.recv = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 

@@ -17,15 +17,15 @@ from reshard.api.arrays.tensor_checks import check_movable
 from reshard.api.transfers import handle
 from reshard.coordination.liveness import heartbeat
 from reshard.errors import ArgumentError
+from reshard.runtime import build_program
 from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.cuda import nccl_exchange, stream
 from reshard.runtime.cuda.nccl_exchange import NcclCollectives
-from reshard.runtime.program import build_program
 from reshard.runtime.rounds import runner as rounds_runner
 from reshard.runtime.rounds.device_interfaces import ONE_STREAM
 from reshard.runtime.rounds.round_assignment import find_rounds, rounds_of
 from reshard.runtime.rounds.runner import RoundRunner
-from reshard.runtime.transport.connections import Connections
+from reshard.runtime.transport import Connections
 from tests.support.memory_transport import PythonCopier
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from reshard.runtime.cuda.nccl import Communicator
 from reshard.runtime.cuda.nccl_exchange import NcclCollectives, NcclExchange
 from reshard.runtime.cuda.nccl_library import DATA_TYPES, Library, NcclError, find_library
 from reshard.runtime.cuda.stream import STREAMS
-from reshard.runtime.transport.connections import Connections
+from reshard.runtime.transport import Connections
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.nccl.build import build_standin
 

@@ -12,10 +12,10 @@ from reshard import Layout, Mesh, Mover
 from reshard.api.mover import start_checked
 from reshard.api.transfers.queued_transfers import QueuedTransfers
 from reshard.planner import plan_tensors
+from reshard.runtime import build_program
 from reshard.runtime.cpu import posted_program
 from reshard.runtime.cpu.posted_program import MAX_POSTED_BYTES, make_posted_program
-from reshard.runtime.program import build_program
-from reshard.runtime.transport.shared_memory import MIN_SHARED_BYTES
+from reshard.runtime.transport import MIN_SHARED_BYTES
 from reshard.sharding import TensorSpec
 from reshard.testing import run_processes
 

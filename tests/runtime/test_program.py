@@ -14,13 +14,13 @@ from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
 from reshard.errors import PlanError, TransferTimeoutError
 from reshard.plan import parse_plan
 from reshard.planner.planning import plan_tensors
+from reshard.runtime import build_program
 from reshard.runtime.cpu import program_executor
 from reshard.runtime.cpu.program_executor import RunOptions, WrongCopyError, run_program
 from reshard.runtime.cpu.staging import MANY_BOXES, MAX_WINDOW, Pool, Staging, view_as_bits
 from reshard.runtime.cpu.transfer_progress import Tally, describe_progress
 from reshard.runtime.cpu.verification import TransferDigests, find_fault
-from reshard.runtime.program import build_program
-from reshard.runtime.transport.connections import ABORT_TAG
+from reshard.runtime.transport import ABORT_TAG
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.topology_files import topology_from_json
 from tests.support.memory_transport import MemoryHub, MemoryTransport, run_in_threads

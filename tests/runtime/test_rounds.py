@@ -18,8 +18,8 @@ from reshard.errors import PlanError
 from reshard.plan import expand_messages, message_nbytes
 from reshard.planner.strategies.chunk_limits import MIN_STAGING_BYTES
 from reshard.planner.strategy_registry import STRATEGIES
+from reshard.runtime import build_program
 from reshard.runtime.cpu.staging import TorchMemory, view_as_bits
-from reshard.runtime.program import build_program
 from reshard.runtime.rounds import large_groups, round_assignment
 from reshard.runtime.rounds.deadlock_check import Call, calls_of, check_calls
 from reshard.runtime.rounds.round_assignment import ROUND_SECONDS, find_large_rounds, find_rounds, rounds_of

@@ -21,9 +21,8 @@ from reshard import Layout, Mesh, Topology
 from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.errors import TransferTimeoutError
 from reshard.planner import plan_tensors
-from reshard.runtime.program import build_program
-from reshard.runtime.transport import shared_memory
-from reshard.runtime.transport.connections import GlooTransport
+from reshard.runtime import build_program
+from reshard.runtime.transport import GlooTransport, shared_memory
 from reshard.sharding import TensorSpec
 from reshard.testing.processes import LaunchError, run_processes
 from reshard.topology.topology_files import topology_from_json

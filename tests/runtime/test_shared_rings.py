@@ -16,7 +16,7 @@ from reshard import _native
 from reshard.errors import ResourceError
 from reshard.runtime.cpu.box_tables import split_box, tabulate_boxes, tabulate_buffers
 from reshard.runtime.memory_file import create_memory_file
-from reshard.runtime.transport.shared_memory import SharedMemory
+from reshard.runtime.transport import SharedMemory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="shared memory needs Linux")
 SLOT_BYTES = 2**18

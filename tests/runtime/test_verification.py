@@ -15,10 +15,10 @@ import reshard
 from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.plan import expand_messages, parse_plan
+from reshard.runtime import build_program
 from reshard.runtime.cpu import program_executor
 from reshard.runtime.cpu.verification import Hops, TransferDigests, compare_digests, describe_copy, find_fault
-from reshard.runtime.program import build_program
-from reshard.runtime.transport.connections import GlooTransport
+from reshard.runtime.transport import GlooTransport
 from reshard.testing.processes import run_processes
 from tests.support.memory_transport import MemoryHub, MemoryTransport
 

@@ -14,9 +14,9 @@ from datetime import timedelta
 import numpy as np
 import torch
 
+from reshard.runtime import build_program
 from reshard.runtime.cpu.program_executor import RunOptions, run_program
 from reshard.runtime.cpu.staging import Staging, TorchMemory, view_as_bits
-from reshard.runtime.program import build_program
 from reshard.runtime.rounds.device_interfaces import EXCHANGE, PACK, UNPACK
 from reshard.runtime.rounds.round_assignment import find_rounds
 from reshard.runtime.rounds.runner import RoundRunner

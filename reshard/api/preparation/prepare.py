@@ -22,8 +22,8 @@ from reshard.coordination import MAX_CACHED, RoundRequest, plan_arguments, resol
 from reshard.errors import ReshardError
 from reshard.plan import Plan, ensure_checked
 from reshard.planner import AUTO_CODEC, compress_tensors, plan_tensors
+from reshard.runtime import build_program
 from reshard.runtime.cuda.stream import make_runner
-from reshard.runtime.program import build_program
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology
 

@@ -34,9 +34,9 @@ from reshard.coordination import (
 from reshard.coordination.liveness.lost_ranks import ranks_missed_error
 from reshard.errors import ArgumentError, ReshardError
 from reshard.plan import Plan, ensure_checked
+from reshard.runtime import build_program
 from reshard.runtime.cuda.host_copies import is_copied
 from reshard.runtime.cuda.stream import is_capturing, make_runner
-from reshard.runtime.program import build_program
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
 OpenTransfers: TypeAlias = QueuedTransfers | StreamedTransfers
