@@ -13,7 +13,7 @@ from reshard.weights.model import verify
 from reshard.weights.route import Route
 from tests.support.pausable_store import PausableStore
 from tests.support.tensors import same_bytes
-from tests.weights.test_publish import _connect, _wait_for
+from tests.weights.test_publisher_and_subscriber import _connect, _wait_for
 
 pytestmark = pytest.mark.integration
 

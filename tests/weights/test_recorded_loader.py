@@ -18,7 +18,7 @@ from reshard.weights.model.pieces import Side, match
 from reshard.weights.recorded_loader import Recording, cover
 from tests.support.loading_engine import EXPERTS, Engine, checkpoint
 from tests.support.sharded_state import ShardedState, chunks, execute, whole
-from tests.weights.test_publish import PausableStore, _connect, _wait_for
+from tests.weights.test_publisher_and_subscriber import PausableStore, _connect, _wait_for
 
 
 def _replay(source, recordings):
