@@ -15,7 +15,6 @@ from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.api.one_process import execute_local
 from reshard.cli.html_report import plan_to_html
 from reshard.compression import parse_policy
-from reshard.errors import ArgumentError
 from reshard.testing.processes import run_processes
 from reshard.topology import topology_to_json
 from tests.support.devices import HAS_GPU
@@ -313,65 +312,6 @@ def test_invalid_mesh_of_one_rank_is_reported_to_the_others():
     texts = run_processes(_invalid_mesh, 4)
     assert all("dst_mesh must be a Mesh" in text for text in texts), texts
     assert len(set(texts[:3])) == 1
-
-
-def _different_plans(rank):
-    plan = reshard.make_plan(ROWS, COLS, (6, 4), "float32", strategy="send_recv" if rank == 2 else "multicast")
-    try:
-        reshard.Mover(plan)
-        return "nothing was raised"
-    except reshard.errors.DisagreementError as error:
-        return str(error)
-
-
-def test_movers_with_different_plans_report_the_first_difference():
-    texts = run_processes(_different_plans, 4)
-    assert len(set(texts)) == 1
-    assert "disagree on strategy: ranks 0-1,3 pass multicast, rank 2 passes send_recv" in texts[0]
-
-
-def _plans_outside_the_group(rank):
-    """A Mover for a plan with ranks that the group lacks: on all ranks, and on rank 1 only."""
-    found = []
-    outside = Layout(Mesh([2, 9], {"x": 2}), "R S0")
-    for dst in (outside, outside if rank == 1 else COLS):
-        with pytest.raises(ArgumentError) as caught:
-            reshard.Mover(reshard.make_plan(ROWS, dst, (6, 4), "float32"), timeout_seconds=20)
-        found.append(str(caught.value))
-        dist.barrier()
-    good = reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, COLS)
-    assert good is None or same_bytes(good, take_shard(COLS, rank, WHOLE))
-    return found
-
-
-def test_a_mover_for_ranks_outside_its_group_is_an_error_on_every_rank():
-    for on_all, on_one in run_processes(_plans_outside_the_group, 4, timeout_seconds=60):
-        assert on_all == "the plan or a layout names rank 9, but the group of 4 ranks has ranks 0..3"
-        assert on_one.removeprefix("rank 1: ") == on_all
-
-
-def _wrong_array(rank):
-    """Rank 1 passes a wrong array to a Mover."""
-    plan = reshard.make_plan(ROWS, COLS, (6, 4), "float32")
-    with reshard.Mover(plan, timeout_seconds=20) as mover:
-        source = take_shard(ROWS, rank, WHOLE)
-        begun = time.monotonic()
-        try:
-            mover(source.double() if rank == 1 else source)
-            text = "nothing was raised"
-        except reshard.ReshardError as error:
-            text = str(error)
-        assert time.monotonic() - begun < 10
-    dist.barrier()
-    good = reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, COLS)
-    assert good is None or same_bytes(good, take_shard(COLS, rank, WHOLE))
-    return text
-
-
-def test_wrong_array_for_a_mover_ends_the_transfer_on_every_rank():
-    texts = run_processes(_wrong_array, 4)
-    # Only a rank whose own messages had already completed may finish without the error.
-    assert sum("rank 1 passes float64" in text for text in texts) >= 3, texts
 
 
 SCRIPT = """

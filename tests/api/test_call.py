@@ -1,4 +1,4 @@
-"""``reshard`` on real processes: argument forms, groups, DTensors, several tensors, Movers and handles."""
+"""``reshard`` on real processes: argument forms, groups, DTensors, several tensors and handles."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ import torch.distributed.tensor
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh, RegionLayout
-from reshard.coordination.groups.process_group import find_group
-from reshard.errors import ArgumentError
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
@@ -196,44 +194,6 @@ def test_join_makes_one_group_of_two_jobs():
     assert all(errors), errors
 
 
-def _movers(rank):
-    whole = whole_tensor((512, 1024), torch.float32)
-    src, dst = Layout(Mesh.of("2"), "R S0"), Layout(Mesh.of("2", first_rank=2), "S0 R")
-    plan = reshard.make_plan(src, dst, whole.shape, whole.dtype, staging_bytes=2**20)
-    again = reshard.make_plan(dst, src, whole.shape, whole.dtype)
-    source = take_shard(src, rank, whole)
-    with reshard.Mover(plan) as mover, reshard.Mover(again) as back:
-        out = None if rank < 2 else torch.zeros(256, 1024)
-        for turn in range(3):
-            there = mover(None if source is None else source + turn, out=out)
-            assert there is out
-            assert out is None or same_bytes(out, take_shard(dst, rank, whole) + turn)
-            returned = back(there)
-            assert returned is None or same_bytes(returned, source + turn)
-        held = mover.staging_allocated_bytes
-        assert 0 < held <= 2**20 if rank > 1 else held == 0  # rows are sent in place; received columns need staging
-        # Several transfers in progress, which finish in order although every rank waits late.
-        handles = [mover.start(None if source is None else source + turn) for turn in range(4)]
-        for turn, handle in enumerate(handles):
-            got = handle.wait(timeout_seconds=30)
-            assert got is None or same_bytes(got, take_shard(dst, rank, whole) + turn)
-        assert mover.staging_allocated_bytes == held
-        last = mover.start(source)
-        assert repr(last).startswith("Handle(transfer ")
-        last.wait()
-        assert repr(last).endswith(" of ranks 0-3: done)")
-        dist.barrier()  # the next call fails and would end unfinished transfers of other ranks
-        with pytest.raises(ArgumentError, match=r"out of the tensor: rank [23] passes float32 \[3\], but its shard"):
-            mover(source, out=None if rank < 2 else torch.zeros(3))
-    with pytest.raises(ArgumentError):
-        mover(source)
-    return True
-
-
-def test_movers_repeat_transfers_within_their_staging_bytes():
-    assert run_processes(_movers, 4) == [True] * 4
-
-
 def _forward_without_wait(rank, strategy):
     """Rank 0 holds the tensor, each rank is on its own host; ranks 1 and 2 forward data but do not call ``wait``."""
     whole = whole_tensor((1024, 1024), torch.float32)
@@ -330,30 +290,3 @@ def test_concurrent_calls_of_two_threads_are_refused():
     assert refused.startswith("ArgumentError: rank 0: two threads call on one group of 2 ranks at once"), refused
     assert any("two threads" in str(result) for result in theirs), theirs
     assert all(result is True or "Error: " in result for result in (*ours, *theirs)), (ours, theirs)
-
-
-def _on_two_hosts(rank):
-    group = find_group(None)
-    group.hostname = f"host{rank // 2}"
-    with pytest.raises(ArgumentError, match="timeout_seconds is 0"):
-        reshard.find_topology(timeout_seconds=0 if rank == 1 else 60)
-    found = reshard.find_topology()
-    src, dst = Layout(Mesh.of("1")), Layout(Mesh([2, 1, 3], {"x": 3}))
-    blind = reshard.make_plan(src, dst, (64,), "float32")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        reshard.Mover(blind).close()
-        aware = reshard.make_plan(src, dst, (64,), "float32", topology=found)
-        with reshard.Mover(aware) as mover:
-            out = mover(torch.arange(64.0) if rank == 0 else None)
-    assert {item.filename for item in caught} <= {__file__}  # a warning points to the caller's line
-    return found.host_of_rank, [str(item.message) for item in caught], rank == 0 or torch.equal(out, torch.arange(64.0))
-
-
-def test_mover_warns_if_its_plan_ignores_hosts():
-    for hosts, messages, is_right in run_processes(_on_two_hosts, 4):
-        assert hosts == (0, 0, 1, 1)
-        assert len(messages) == 1
-        assert "on one host, but they are on 2" in messages[0]
-        assert "find_topology" in messages[0]
-        assert is_right

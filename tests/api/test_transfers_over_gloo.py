@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
-import time
-
 import pytest
 import torch
 
@@ -69,48 +65,6 @@ def test_wrong_shard_shape_raises_one_error_on_every_rank_and_the_next_call_work
     assert "rank 1 passes a shard of shape [4, 4]" in text
     assert "[3, 4]" in text
     assert good
-
-
-def _one_way_beside_two_way(rank):
-    whole = whole_tensor((8, 12))
-    topology = reshard.Topology((0, 0, 1, 1))
-    one_way = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0")
-    two_way = Layout(Mesh.of("4"), "S0"), Layout(Mesh.of("4"), "R S0")
-    plans = [reshard.make_plan(*pair, whole.shape, whole.dtype, topology=topology) for pair in (one_way, two_way)]
-    movers = [reshard.Mover(plan) for plan in plans]
-    for _ in range(3):  # both in progress at once
-        handles = [
-            mover.start(take_shard(src, rank, whole))
-            for mover, (src, _) in zip(movers, (one_way, two_way), strict=True)
-        ]
-        for handle, (_, dst) in zip(handles, (one_way, two_way), strict=True):
-            out, expected = handle.wait(), take_shard(dst, rank, whole)
-            assert (out is None) == (expected is None)
-            assert expected is None or same_bytes(out, expected)
-    ours = movers[0]._agreed.call_group._connections[1]
-    return [plan.both_ways for plan in plans], len(ours._groups)
-
-
-def test_two_way_traffic_has_a_connection_per_direction():
-    assert run_processes(_one_way_beside_two_way, 4) == [([False, True], 2)] * 4
-
-
-def _dropped(rank):
-    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0")
-    plan = reshard.make_plan(src, dst, (8, 8), "float32")
-    before = threading.active_count()
-    for _ in range(3):
-        reshard.Mover(plan)(torch.ones(4, 8))
-    gc.collect()
-    deadline = time.monotonic() + 10
-    # Two threads remain: the group's heartbeat and its store client.
-    while threading.active_count() > before + 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return threading.active_count() - before
-
-
-def test_dropped_movers_leak_no_thread():
-    assert max(run_processes(_dropped, 2)) <= 2
 
 
 def _async_collective(rank):

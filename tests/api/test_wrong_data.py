@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 
 import numpy as np
@@ -95,27 +94,6 @@ def test_calls_from_threads_with_different_names_are_refused():
         assert all("from thread 'job" in str(result) for result in results), results
 
 
-def _use_mover_from_another_thread(rank):
-    plan = reshard.make_plan(ROWS, COLS, (8, 6), "float32")
-    results = []
-    with reshard.Mover(plan, timeout_seconds=10) as mover:
-        thread = threading.Thread(
-            target=lambda: results.append(result_or_error(lambda: mover(take_shard(ROWS, rank, WHOLE))))
-        )
-        if rank == 1:
-            thread.start()
-            thread.join()
-        else:
-            results.append(result_or_error(lambda: mover(take_shard(ROWS, rank, WHOLE))))
-    return results[0]
-
-
-def test_mover_refuses_another_thread():
-    errors = run_processes(_use_mover_from_another_thread, 4)
-    assert "rank 1: thread" in errors[1], errors
-    assert errors[2] == errors[3] == errors[1], errors
-
-
 def _move_under_autograd(rank, dst_dtype, with_mover):
     """The backward pass of a graph that saved ``out`` before it was overwritten."""
     src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh([1, 0]), "S0")
@@ -139,20 +117,6 @@ def _move_under_autograd(rank, dst_dtype, with_mover):
 @pytest.mark.parametrize(("dst_dtype", "with_mover"), [("float32", False), ("float64", False), ("float32", True)])
 def test_autograd_is_told_that_out_changes(dst_dtype, with_mover):
     assert run_processes(_move_under_autograd, 2, dst_dtype, with_mover) == [[6.0] * 4, [5.0] * 4]
-
-
-def _copy_mover(rank):
-    with reshard.Mover(reshard.make_plan(ROWS, COLS, (8, 6), "float32")) as mover:
-        handle = mover.start(take_shard(ROWS, rank, WHOLE))
-        texts = [result_or_error(lambda item=item: copy.copy(item)) for item in (mover, handle)]
-        handle.wait()
-    return texts
-
-
-def test_movers_and_handles_are_not_copied():
-    """A transfer of a copy would wait for ever after the original is closed."""
-    mover, handle = run_processes(_copy_mover, 4)[0]
-    assert "a Mover cannot be copied" in mover and "the handle of a transfer cannot be copied" in handle
 
 
 def _move_under_other_defaults(rank):
