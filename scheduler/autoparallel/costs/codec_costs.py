@@ -56,7 +56,7 @@ class CodecCost:
         encoded = ring_seconds(nbytes * self.ratio, hosts, place.ring_bytes_per_second, place.latency_seconds)
         return coding + raw + encoded
 
-    def all_gather_seconds(self, place: StagePlace, nbytes: float, tp: int) -> float:
+    def encoded_all_gather_seconds(self, place: StagePlace, nbytes: float, tp: int) -> float:
         """Seconds of an all-gather among the replicas of a layer, after which each rank has ``nbytes``.
 
         Each rank encodes its part and decodes all parts. Computation does not overlap with an encoded all-gather,
@@ -67,7 +67,7 @@ class CodecCost:
             return 0.0
         return self.coding_seconds(nbytes / replicas, nbytes) + place.replica_seconds(nbytes * self.ratio, tp, 1.0)
 
-    def reduce_scatter_seconds(self, place: StagePlace, nbytes: float, tp: int) -> float:
+    def encoded_reduce_scatter_seconds(self, place: StagePlace, nbytes: float, tp: int) -> float:
         """Seconds of a reduce-scatter of ``nbytes`` of each rank among the replicas of a layer.
 
         Each rank sends a part to every other rank. So all ranks of a host send to all other hosts.

@@ -237,7 +237,7 @@ def layer_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostI
     moved = state_costs.all_gather_seconds + state_costs.reduce_scatter_seconds
     whole_backward = overlapped_seconds(computed_backward + backward_sums, moved, profile.slowdown)
     if codec_costs.all_gather is not None and choice.zero == 3:  # encoded all-gathers do not overlap with computation
-        gather = codec_costs.all_gather.all_gather_seconds(place, state_costs.gathered_bytes, choice.tp)
+        gather = codec_costs.all_gather.encoded_all_gather_seconds(place, state_costs.gathered_bytes, choice.tp)
         whole_forward = codec_costs.faster(whole_forward, forward + sums + gather)
         whole_backward = codec_costs.faster(whole_backward, computed_backward + backward_sums + gather)
     gather, scatter = device_seconds_of_zero_3(times, choice, sharding.params / max(1, layer.num_params))
@@ -325,7 +325,9 @@ def _price_states(params: float, choice: Choice, place: StagePlace, work: LayerC
         gradients = gradients / replicas if work.num_microbatches == 1 else gradients
         sync = place.replica_seconds(params * states.gradient, choice.tp, 1.0)
         if codec_costs.reduce_scatter is not None:
-            encoded = codec_costs.reduce_scatter.reduce_scatter_seconds(place, params * states.gradient, choice.tp)
+            encoded = codec_costs.reduce_scatter.encoded_reduce_scatter_seconds(
+                place, params * states.gradient, choice.tp
+            )
             sync = codec_costs.faster(sync, encoded)
     return _StateCosts(weights + gradients + buckets + optimizer, gradients, gathered, gather, scatter, sync)
 
