@@ -180,7 +180,7 @@ def speed() -> None:
         took = time.process_time() - begun
         print_line(
             f"{len(graph.layers)} layers on {8 * hosts} devices: {took:.2f} CPU s to the first exact plan, "
-            f"{problem.prices.num_priced} prices; {plan.predicted_seconds:.4g} s, {len(plan.stages)} stages"
+            f"{problem.edge_costs.num_priced} priced edges; {plan.predicted_seconds:.4g} s, {len(plan.stages)} stages"
         )
         begun = time.process_time()
         best = decide(problem, auto(problem), moves=True)[0]

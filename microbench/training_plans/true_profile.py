@@ -8,7 +8,7 @@ communication to computation stays the same.
 Transfers run in two ways. *Blocking* transfers are on the compute stream, so a send blocks the next computation of its
 producer. *Overlapped* transfers have streams of their own and start when their producers end, as ``overlap_transfers``
 places them. A timer around a blocking stage counts blocked time as computation, so its profile is wrong; the profile of
-overlapped stages holds only computation. The search runs on each profile without the price of edges (``alpa``) and with
+overlapped stages holds only computation. The search runs on each profile without the cost of edges (``alpa``) and with
 it (``auto``). Every choice runs in both ways with 1F1B, and under the schedule that the search chose with it.
 """
 

@@ -1,4 +1,4 @@
-"""Prices of the edges between stages: a bound at first, the planner's plans of the true layouts on demand."""
+"""Costs of the edges between stages: a bound at first, the planner's plans of the true layouts on demand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def encoded_ratio(codec: str, dtype: str) -> float:
 
 
 @dataclass(frozen=True)
-class EdgePrice:
+class EdgeCost:
     """Seconds, loads of links and codecs of an edge in both directions, as in :class:`~reshard.scheduler.Edge`."""
 
     forward_seconds: float
@@ -61,12 +61,12 @@ class EdgeCosts:
         #: A lower bound of the bytes on the wire of each byte of a tensor.
         self.min_ratio = min([1.0, *(encoded_ratio(name, graph.dtype) for name in codecs if name is not None)])
         self.graph, self.cluster, self.message_seconds = graph, cluster, message_seconds
-        self._planned: dict[Topology, dict[tuple[_Carried, End, End], EdgePrice]] = {}  # by the links of both ends
-        self._known: dict[tuple[_Carried, End, End], EdgePrice] = {}
+        self._planned: dict[Topology, dict[tuple[_Carried, End, End], EdgeCost]] = {}  # by the links of both ends
+        self._known: dict[tuple[_Carried, End, End], EdgeCost] = {}
 
     @property
     def num_priced(self) -> int:
-        """Number of prices that the planner has computed, with those of :meth:`share`."""
+        """Number of costs that the planner has computed, with those of :meth:`share`."""
         return sum(map(len, self._planned.values()))
 
     def share(self, other: EdgeCosts) -> None:
@@ -82,22 +82,22 @@ class EdgeCosts:
         made = make_edge(numbers, tensors, num_samples, src, dst)
         return replace(made, **vars(self.price(tensors, num_samples, src, dst)))
 
-    def price(self, tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> EdgePrice:
-        """The price of an edge for microbatches of ``num_samples`` samples.
+    def price(self, tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> EdgeCost:
+        """The cost of an edge for microbatches of ``num_samples`` samples.
 
         Args:
             tensors: what crosses.
             src, dst: the ends.
         """
         if src == dst:  # stages on the same ranks, which divide tensors alike
-            return EdgePrice(0.0, 0.0, (), (), None, None)
+            return EdgeCost(0.0, 0.0, (), (), None, None)
         key = ((tensors, num_samples), src, dst)
         if key not in self._known:
             self._known[key] = self._find(*key)
         return self._known[key]
 
-    def _find(self, carried: _Carried, src: End, dst: End) -> EdgePrice:
-        """The price, from a plan of anonymous tensors between the ranks of both ends alone."""
+    def _find(self, carried: _Carried, src: End, dst: End) -> EdgeCost:
+        """The cost, from a plan of anonymous tensors between the ranks of both ends alone."""
         ranks = sorted({*range(*src[:2]), *range(*dst[:2])})
         links, hosts, pods = _select(self.cluster.topology, ranks)
         tensors, num_samples = carried
@@ -106,15 +106,15 @@ class EdgeCosts:
         planned, key = self._planned.setdefault(links, {}), ((plain, num_samples), a, b)
         if key not in planned:
             priced = self._price(make_edge((0, 1), plain, num_samples, a, b), links)
-            planned[key] = EdgePrice(*(getattr(priced, field.name) for field in fields(EdgePrice)))
-        price = planned[key]
+            planned[key] = EdgeCost(*(getattr(priced, field.name) for field in fields(EdgeCost)))
+        cost = planned[key]
         has_gradients = any(tensor.has_gradient for tensor in tensors)
         return replace(
-            price,
-            forward_seconds=price.forward_seconds + self.message_seconds,
-            backward_seconds=price.backward_seconds + self.message_seconds * has_gradients,
-            forward_loads=_renamed(price.forward_loads, hosts, pods),
-            backward_loads=_renamed(price.backward_loads, hosts, pods),
+            cost,
+            forward_seconds=cost.forward_seconds + self.message_seconds,
+            backward_seconds=cost.backward_seconds + self.message_seconds * has_gradients,
+            forward_loads=_renamed(cost.forward_loads, hosts, pods),
+            backward_loads=_renamed(cost.backward_loads, hosts, pods),
         )
 
     def _price(self, edge: Edge, links: Topology) -> Edge:

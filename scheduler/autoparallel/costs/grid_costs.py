@@ -1,4 +1,4 @@
-"""Costs of layers on grids of :mod:`reshard.parallel`: prices of ``choose_grid``, with times of the profile."""
+"""Costs of layers on grids of :mod:`reshard.parallel`: those of ``choose_grid``, with times of the profile."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostIn
     own = work.num_samples / (choice.grid[0] * choice.grid[2])
     times = work.profile.times(layer.key, 1)[0]
     layer_times = times.at(own)
-    price, share = _best_price(sizes, choice.grid, place, layer_times, own, work), _share(sizes, choice.grid)
-    forward = layer_times.forward_seconds * share + price.forward.exposed + price.norm_forward_seconds
-    deferred = layer_times.weight_grad_seconds * share + price.weight_grad.exposed
+    cost, share = _best_cost(sizes, choice.grid, place, layer_times, own, work), _share(sizes, choice.grid)
+    forward = layer_times.forward_seconds * share + cost.forward.exposed + cost.norm_forward_seconds
+    deferred = layer_times.weight_grad_seconds * share + cost.weight_grad.exposed
     backward = (
         layer_times.backward_seconds * share
-        + price.input_grad.exposed
-        + price.weight_grad.exposed
-        + price.norm_backward_seconds
+        + cost.input_grad.exposed
+        + cost.weight_grad.exposed
+        + cost.norm_backward_seconds
     )
     compute = (layer_times.forward_seconds + layer_times.backward_seconds) * share
     if choice.recompute:
         backward += forward
         compute += layer_times.forward_seconds * share
     before = forward + backward
-    params = price.parameters + math.ceil((layer.num_params - sizes.num_params) / choice.cols)
+    params = cost.parameters + math.ceil((layer.num_params - sizes.num_params) / choice.cols)
     is_cut = choice.cols if sizes.products else 1  # an embedding saves only its tokens, which columns do not divide
     saved = (layer_times.saved_bytes or layer.saved_bytes * own) / is_cut
     kept = min(saved, layer.input_bytes * own / is_cut) if choice.recompute else saved
     state_costs = _price_grid_states(params, choice, place, work)
-    sync = price.depth_seconds if choice.zero == 0 else state_costs.sync_seconds
+    sync = cost.depth_seconds if choice.zero == 0 else state_costs.sync_seconds
     if state_costs.all_gather_seconds:
         forward, backward = (
             seconds + state_costs.all_gather_seconds
@@ -89,7 +89,7 @@ def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostIn
         saved - kept,
         state_costs.gathered_bytes,
         sync,
-        float(price.panel_elements * _itemsize(work)),
+        float(cost.panel_elements * _itemsize(work)),
     )
 
 
@@ -138,8 +138,8 @@ def _price_grid_states(params: float, choice: Choice, place: StagePlace, work: L
     return _GridStateCosts((weights + optimizer) / depth + held, held, weights, gather, scatter, is_encoded)
 
 
-def _exposed(price: GridLayerCost) -> float:
-    return sum(compute_pass.exposed for compute_pass in price.passes)
+def _exposed(cost: GridLayerCost) -> float:
+    return sum(compute_pass.exposed for compute_pass in cost.passes)
 
 
 def compute_share(layer: Layer, grid: GridShape) -> float:
@@ -158,21 +158,21 @@ def _share(sizes: LayerSizes, grid: GridShape) -> float:
     return find_layer_cost(sizes, load, 1.0).forward.compute / sizes.forward_flops
 
 
-def _best_price(
+def _best_cost(
     sizes: LayerSizes, grid: GridShape, place: StagePlace, layer_times: LayerTimes, own: float, work: LayerCostInputs
 ) -> GridLayerCost:
-    """The price of a layer, with encoded products if they are faster or must be encoded."""
+    """The cost of a layer, with encoded products if they are faster or must be encoded."""
     rows, cols, depth = grid
     flops, itemsize = sizes.forward_flops * own, _itemsize(work)
     rate = flops / layer_times.forward_seconds if flops and layer_times.forward_seconds else math.inf
     tokens = (max(1, math.ceil(own * sizes.sequence)),) * rows
     load = GridLoad(rows, cols, depth, tokens, _axis_costs(place, grid), itemsize, work.states.gradient)
-    price, coding = find_layer_cost(sizes, load, rate), work.codec_costs.panels
+    cost, coding = find_layer_cost(sizes, load, rate), work.codec_costs.panels
     if coding is None:
-        return price
+        return cost
     seconds = coding.coding_seconds(itemsize, 2 * itemsize)  # in an all-gather, a rank also decodes its own part
     encoded = find_layer_cost(sizes, replace(load, encoded_ratio=coding.ratio, coding_seconds=seconds), rate)
-    return encoded if not work.codec_costs.is_optional or _exposed(encoded) < _exposed(price) else price
+    return encoded if not work.codec_costs.is_optional or _exposed(encoded) < _exposed(cost) else cost
 
 
 def _itemsize(work: LayerCostInputs) -> int:

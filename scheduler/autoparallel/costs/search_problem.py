@@ -84,8 +84,8 @@ class SearchProblem:
     """The input of a search: the model, the devices and the allowed choices. Computed costs are kept.
 
     Attributes:
-        prices: prices of edges between stages.
-        ties: prices of sums over stages that share parameters.
+        edge_costs: costs of edges between stages.
+        ties: costs of sums over stages that share parameters.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class SearchProblem:
             check_policy(compression, cluster)
             codecs = compression.pair("pp")
         message_seconds = max(type_profile.message_seconds for type_profile in self.profiles.values())
-        self.prices = EdgeCosts(graph, cluster, message_seconds, codecs)
+        self.edge_costs = EdgeCosts(graph, cluster, message_seconds, codecs)
         sums = self.codec_costs.all_reduce
         self.ties = TiedCosts(
             graph,
@@ -177,7 +177,7 @@ class SearchProblem:
         if set(changes) <= {"cluster", "rules", "microbatch_counts"} and self.compression is None:
             other._layer_costs = self._layer_costs  # of the cluster, they depend on their place only
         if not {"compression", "compress_all"} & set(changes):
-            other.prices.share(self.prices)
+            other.edge_costs.share(self.edge_costs)
         return other
 
     @property
@@ -274,10 +274,10 @@ class SearchProblem:
         """The cost of a layer, which is the same for all layers of its class."""
         key = (self.class_of[layer], choice, place, num_microbatches)
         if key not in self._layer_costs:
-            price, layer_of_class = grid_cost if choice.grid else layer_cost, self.layer_classes[key[0]]
+            find_cost, layer_of_class = grid_cost if choice.grid else layer_cost, self.layer_classes[key[0]]
             self._layer_costs[key] = slowest_of(
                 [
-                    price(layer_of_class, choice, place, self.workload(num_microbatches, name))
+                    find_cost(layer_of_class, choice, place, self.workload(num_microbatches, name))
                     for name in place.device_types or self.profiles
                 ]
             )
@@ -304,7 +304,7 @@ class SearchProblem:
         return self._stage_costs[key]
 
     def costs(self, stages: Stages, num_microbatches: int) -> tuple[tuple[StageCost, ...], tuple[TiedSum, ...]]:
-        """The costs of all stages of a candidate, and the sums of gradients over stages, with their true prices.
+        """The costs of all stages of a candidate, and the sums of gradients over stages, with their true costs.
 
         :meth:`stage_cost` does not know the other stages. So it counts the shortest time that such a sum can take.
         """
@@ -403,11 +403,11 @@ class SearchProblem:
         return self.graph.between(first, end, len(self.graph.layers))
 
     def edges(self, stages: Stages, num_microbatches: int) -> list[Edge]:
-        """The edges between stages, with prices of the planner."""
+        """The edges between stages, with costs from the planner."""
         num_samples, edges = self.num_samples // num_microbatches, []
         for src, dst, tensors in stage_edges(self.graph, stages):
             ends = (end_of(stages[src], -1), end_of(stages[dst], 0))
-            edges.append(self.prices.edge((src, dst), tensors, num_samples, *ends))
+            edges.append(self.edge_costs.edge((src, dst), tensors, num_samples, *ends))
         return edges
 
     def pipeline(self, stages: Stages, num_microbatches: int) -> Pipeline:
@@ -434,9 +434,9 @@ class SearchProblem:
         edges = []
         for src, dst, tensors in stage_edges(self.graph, stages):
             ends = (end_of(stages[src], -1), end_of(stages[dst], 0))
-            price = self.prices.price(tensors, self.num_samples // num_microbatches, *ends)
-            seconds = (price.forward_seconds, price.backward_seconds)
-            edges.append(Edge(src, dst, *seconds, price.forward_loads, price.backward_loads))
+            cost = self.edge_costs.price(tensors, self.num_samples // num_microbatches, *ends)
+            seconds = (cost.forward_seconds, cost.backward_seconds)
+            edges.append(Edge(src, dst, *seconds, cost.forward_loads, cost.backward_loads))
         return Pipeline(tuple(made), tuple(edges))
 
     def can_split(self, stages: Stages, num_microbatches: int) -> bool:

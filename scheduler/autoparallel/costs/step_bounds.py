@@ -52,12 +52,12 @@ def may_be_faster(problem: SearchProblem, candidate: Candidate, below_seconds: f
         return False
     edges: dict[int, tuple[float, float]] = {}
     if problem.graph.is_sequential:
-        edges = {src: problem.prices.bound_seconds(*edge) for (src, dst), edge in moved.items() if dst == src + 1}
+        edges = {src: problem.edge_costs.bound_seconds(*edge) for (src, dst), edge in moved.items() if dst == src + 1}
     for src in sorted(edges, key=lambda src: (-sum(edges[src]), src)):
         if _bound(problem, candidate, costs, edges) >= limit:
             return False
-        price = problem.prices.price(*moved[src, src + 1])
-        edges[src] = (price.forward_seconds, price.backward_seconds)
+        cost = problem.edge_costs.price(*moved[src, src + 1])
+        edges[src] = (cost.forward_seconds, cost.backward_seconds)
     if _bound(problem, candidate, costs, edges) >= limit:
         return False
     costs, _ = problem.costs(candidate.stages, candidate.num_microbatches)
@@ -107,7 +107,7 @@ def _port_seconds(problem: SearchProblem, moved: Iterable[_Moved]) -> float:
             continue
         for is_backward in (False, True):
             carried = (tensor for tensor in tensors if tensor.has_gradient or not is_backward)
-            nbytes = sum(tensor.sample_bytes for tensor in carried) * num_samples * problem.prices.min_ratio
+            nbytes = sum(tensor.sample_bytes for tensor in carried) * num_samples * problem.edge_costs.min_ratio
             for is_end, ends in enumerate(hosts):
                 if len(ends) == 1:
                     (host,) = ends

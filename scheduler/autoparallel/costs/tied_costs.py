@@ -110,7 +110,7 @@ def sum_bytes(nbytes: float, parts: int, num_stages: int, is_encoded: bool) -> f
 
 
 class TiedCosts:
-    """Prices sums over stages by plans of the planner. Each price is computed once.
+    """Prices sums over stages by plans of the planner. Each cost is computed once.
 
     Args:
         graph, cluster: the model and its devices.
@@ -137,7 +137,7 @@ class TiedCosts:
         self.codec = codec if gradient_bytes in _DTYPES else None
         self.min_ratio = min_ratio if self.codec else 1.0
         self._is_uniform = hosts_are_alike(cluster)
-        self._prices: dict[tuple[tuple[TiedEnd, ...], int], tuple[float, str | None]] = {}
+        self._known: dict[tuple[tuple[TiedEnd, ...], int], tuple[float, str | None]] = {}
         self._sends: dict[tuple[TiedEnd, TiedEnd, int, str | None], tuple[float, Loads]] = {}
         rates = [cluster.topology.host(host) for host, _, _ in cluster.hosts]
         self._host_rate = max(max(rate.egress_bytes_per_second, rate.ingress_bytes_per_second) for rate in rates)
@@ -194,9 +194,9 @@ class TiedCosts:
         hosts = self.cluster.host_of(min(end.first for end in ends)) if self._is_uniform else 0
         ranks = hosts * (self.cluster.hosts[0][2] - self.cluster.hosts[0][1])
         key = (tuple(end._replace(first=end.first - ranks, end=end.end - ranks) for end in ends), num_params)
-        if key not in self._prices:
-            self._prices[key] = self._price(*key)
-        return self._prices[key]
+        if key not in self._known:
+            self._known[key] = self._price(*key)
+        return self._known[key]
 
     def _price(self, ends: Sequence[TiedEnd], num_params: int) -> tuple[float, str | None]:
         raw = self._exchange_seconds(ends, num_params, None)

@@ -200,7 +200,7 @@ def _recurrence(problem: SearchProblem, positions: list[tuple[int, int, StagePla
             fitting[place, memory] = _least_of(tables[place], memory, is_range)
         passed, filled = fitting[place, memory]
         ends = [(cut, cut + after, 1) for after in sizes_at.get(used - number, ())]
-        factor = min((problem.prices.bound_per_byte((begin, cut, 1), end) for end in ends), default=0.0)
+        factor = min((problem.edge_costs.bound_per_byte((begin, cut, 1), end) for end in ends), default=0.0)
         there, back = sent * factor, returned * factor
         over_edge = passed + count * np.maximum(there, back)
         beyond = passed + there + shares * back if is_sequential else np.where(np.isfinite(passed), 0.0, np.inf)

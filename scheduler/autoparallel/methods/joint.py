@@ -100,7 +100,7 @@ def price_edges(tables: Tables, stages: Stages, prices: dict[int, tuple[float, f
         if not tensors:
             prices[index] = (0.0, 0.0)
             continue
-        price = problem.prices.price(tensors, num_samples, end_of(src, -1), end_of(dst, 0))
+        price = problem.edge_costs.price(tensors, num_samples, end_of(src, -1), end_of(dst, 0))
         prices[index] = (price.forward_seconds, price.backward_seconds)
     return added
 

@@ -212,7 +212,7 @@ def _make_tables(problem: SearchProblem, num_microbatches: int) -> Tables | None
         fixed[o] += min(RECVS_AHEAD, num_microbatches) * ahead / shards  # as in Problem.buffer_bytes
         activation[o] += kept / shards  # as in Problem.kept_bytes
     received, sent = (
-        num_samples * item * problem.prices.min_ratio for item in (exchanged[1].received, exchanged[1].sent)
+        num_samples * item * problem.edge_costs.min_ratio for item in (exchanged[1].received, exchanged[1].sent)
     )
     factor = _bound_factors(problem, classes, ends, next_at)
     return Tables(
@@ -328,6 +328,6 @@ def _bound_factors(
         begin, cut = total - ends[index], total - ends[index] + size
         for other in rest_of if rest > 0 else ():
             if rest_of[other][rest] >= 0:
-                bound = problem.prices.bound_per_byte((begin, cut, 1), (cut, cut + other, 1))
+                bound = problem.edge_costs.bound_per_byte((begin, cut, 1), (cut, cut + other, 1))
                 factor[np.ix_(sizes == size, [index], sizes == other)] = bound
     return factor

@@ -51,7 +51,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class EdgeReport:
-    """Price of an edge for one microbatch: bytes and seconds forward, and seconds backward and its busiest port.
+    """Cost of an edge for one microbatch: bytes and seconds forward, and seconds backward and its busiest port.
 
     ``nbytes`` are those of the tensors; a codec sends fewer.
     """

@@ -147,8 +147,8 @@ def _price(tables, src, dst, true_prices):
     if not tensors:
         return 0.0, 0.0
     if not true_prices:
-        return problem.prices.bound_seconds(tensors, num_samples, *ends)
-    edge = problem.prices.edge((0, 1), tensors, num_samples, *ends)
+        return problem.edge_costs.bound_seconds(tensors, num_samples, *ends)
+    edge = problem.edge_costs.edge((0, 1), tensors, num_samples, *ends)
     return edge.forward_seconds, edge.backward_seconds
 
 

@@ -66,7 +66,7 @@ def test_the_bytes_of_all_edges_through_a_port_rule_out_a_candidate_without_plan
     assert step_bound(problem, candidate) < 0.1 * port_seconds
     assert not may_be_faster(problem, candidate, port_seconds)
     assert evaluate(problem, candidate, below_seconds=port_seconds) is None
-    assert problem.prices.num_priced == 0
+    assert problem.edge_costs.num_priced == 0
     seconds = evaluate(problem, candidate).seconds
     assert port_seconds < seconds < 1.5 * port_seconds
 
@@ -76,7 +76,7 @@ def test_edges_are_priced_until_the_bound_is_above_the_limit():
     seconds = evaluate(problem, candidate).seconds
     again, _ = make_slow_case(1)
     assert may_be_faster(again, candidate, seconds * (1 + 1e-9))
-    assert again.prices.num_priced == problem.prices.num_priced > 0
+    assert again.edge_costs.num_priced == problem.edge_costs.num_priced > 0
 
 
 def test_the_recurrence_stops_at_a_limit_before_it_prices_edges():
@@ -84,5 +84,5 @@ def test_the_recurrence_stops_at_a_limit_before_it_prices_edges():
     best = joint(problem)[0].predicted_seconds
     again, _ = make_slow_case(1)
     assert joint(again, 0.5 * best) == ()
-    assert again.prices.num_priced < problem.prices.num_priced
+    assert again.edge_costs.num_priced < problem.edge_costs.num_priced
     assert joint(again, math.nextafter(best, math.inf))[0].predicted_seconds == best

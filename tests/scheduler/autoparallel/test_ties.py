@@ -1,4 +1,4 @@
-"""Prices of the gradients that stages exchange for parameters that they share."""
+"""Costs of the gradients that stages exchange for parameters that they share."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_sums_of_stages_that_share_parameters_on_the_same_ranks_are_not_early():
     ],
     ids=str,
 )
-def test_the_price_of_a_tie_follows_the_part_of_each_rank(choice, parts):
+def test_the_cost_of_a_tie_follows_the_part_of_each_rank(choice, parts):
     problem = make_problem_of((0, 0, 0, 0, 1, 1, 1, 1))
     (each,) = problem.ties.exchanges(plan((3, 4, choice), (6, 8, Choice(zero=3))))
     assert each.stage_bytes == (4 * 4 * SHARED / parts, 4 * SHARED)
@@ -231,7 +231,7 @@ def topology_of(stages):
 @pytest.mark.parametrize(
     "choice", [Choice(), Choice(zero=3), Choice(2), Choice.on_grid(2, 1), Choice.on_grid(1, 1, 2, zero=3)], ids=str
 )
-def test_the_price_is_that_of_the_moves_of_the_engine(choice):
+def test_the_cost_is_that_of_the_moves_of_the_engine(choice):
     stages = plan((3, 2, choice), (6, 3, Choice()))
     graph = trace_module(make_gpt(), BATCH, ["blocks.*", "norm"]).graph
     (each,) = TiedCosts(graph, Cluster(topology_of(stages), 1e9), 4.0, 0.0).exchanges(stages)
