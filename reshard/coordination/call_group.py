@@ -117,7 +117,7 @@ class CallGroup:
     # Transfers
 
     def begin_close(self) -> None:
-        """Begin to close what works on a device, without waiting."""
+        """Begin to close the connections between devices, without waiting."""
         if self._connections is not None:
             self._connections[1].begin_close()
 
@@ -288,7 +288,11 @@ class CallGroup:
 
 
 def _root_cause_seconds(error: Exception) -> float:
-    """The time that another rank gets to report why it closed its connections, after this error while ranks connect."""
+    """The time in which another rank may still report why it closed its connections.
+
+    Args:
+        error: the error of this rank, which was connecting.
+    """
     if isinstance(error, NcclError):
         return NCCL_ROOT_CAUSE_GRACE_SECONDS
     return (

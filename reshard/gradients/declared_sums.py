@@ -19,7 +19,7 @@ from reshard.formatting import brief
 from reshard.runtime.array_bytes import digest_array
 from reshard.runtime.torch_compat import local_of
 
-#: Replicas are compared in the first step and every so many steps after it.
+#: Replicas are compared in the first step, and then once in this many steps.
 CHECK_EVERY = 100
 #: Largest bucket of gradients that are summed by one collective.
 SUM_BUCKET_BYTES = 16 * 2**20
@@ -206,7 +206,7 @@ def _sum_bucket(gradients: Sequence[torch.Tensor], axes: Sequence[SumAxis]) -> N
 
 
 def _compare(entries: Sequence[tuple[str, torch.Tensor, torch.Tensor]], axes: Sequence[SumAxis]) -> Iterator[str]:
-    """Compare digests of gradients and parameters over ``axes``. Gives what differs."""
+    """Compare digests of gradients and parameters over ``axes``. Returns texts that say what differs."""
     digests = torch.stack(
         [digest_local_shard(tensor) for _, parameter, gradient in entries for tensor in (gradient, parameter)]
     )

@@ -49,7 +49,7 @@ CANDIDATES: dict[str, Strategy] = {
 
 @dataclass(frozen=True, slots=True)
 class _CandidateRule:
-    """The way in which ``auto`` plans a candidate, if it does more than call the function in :data:`CANDIDATES`.
+    """Arguments and limits for a candidate that ``auto`` does not plan by a plain call of its function.
 
     Attributes:
         strategy: name of the strategy of the plan.
@@ -166,7 +166,7 @@ class _Choice:
         return _RULES[self.name].strategy if self.name in _RULES else self.name, self.best
 
     def try_gathered(self) -> None:
-        """Try to gather regions inside the sending hosts, which the bounds of the other strategies do not count."""
+        """Try to gather regions inside the sending hosts. Such plans may be faster than the bounds of others."""
         if self.seconds <= self.bounds.of_merged * (1 + _GOOD_ENOUGH) or self.problem.receivers.size > _MAX_COLLECTED:
             return
         if self.bounds.latency_of_classes < self.seconds * _MIN_LATENCY:

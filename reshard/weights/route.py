@@ -290,7 +290,10 @@ class Route:
 
 
 def _side_of(pieces: Mapping[int, RegionPair], first: int, is_source: bool) -> Side | None:
-    """The side of a piece in the model that begins at a rank; None if it needs nothing of it."""
+    """The regions of a bundle in the source model, or in the destination model whose first rank is ``first``.
+
+    Returns None if that destination needs nothing of the bundle.
+    """
     if is_source:
         return next(iter(pieces.values())).source
     return pieces[first].target if first in pieces else None
@@ -301,5 +304,5 @@ def _are_same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
 
 
 def _one(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensor of a plan from the views of a bundle."""
+    """The views of a bundle as one tensor of the plan: stacked if there are several."""
     return torch.stack(list(views)) if len(views) > 1 else views[0]

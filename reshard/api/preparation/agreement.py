@@ -59,7 +59,7 @@ class Agreement:
         decision: its result, for the device type that the transfer runs on.
         arguments: ``(name, value)`` pairs that are equal on all ranks.
         lost: in a fault-tolerant call, the ranks that did not call.
-        purpose: what further agreements of the call are for, in errors.
+        purpose: the purpose of further agreements of the call, which errors name.
     """
 
     inputs: Inputs

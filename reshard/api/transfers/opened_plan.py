@@ -97,7 +97,7 @@ def open_plan(
 ) -> OpenedPlan:
     """Agree on a plan with its other ranks, and connect them. Arguments and errors are those of :class:`reshard.Mover`.
 
-    Every rank of the plan gets the error of any of them.
+    If one rank fails, all ranks of the plan raise its error.
     """
     try:
         if not isinstance(plan, Plan):

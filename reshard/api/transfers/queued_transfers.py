@@ -190,7 +190,7 @@ class QueuedTransfers:
             self._unqueued.popleft()
 
     def wait_for(self, transfer: PostedTransfer) -> None:
-        """Block until a transfer of :meth:`post` has ended, in a wait that signals can interrupt. Raises its error."""
+        """Block until a transfer of :meth:`post` has ended, and raise its error. Signals can interrupt the wait."""
         if transfer.ended_at is not None:
             return
         check_process(self._group.pid)
@@ -372,7 +372,7 @@ class _PostedWatch(Watch):
     """All transfers of :meth:`QueuedTransfers.post` of a Mover. It is done once one of them has failed.
 
     Attributes:
-        ended: gets an item when one has ended for which the caller waits, or has failed.
+        ended: a queue that gets an item when a transfer has failed, or has ended while the caller waits for it.
     """
 
     def __init__(self, call_group: CallGroup, generation: int, plan: Plan, program: RankProgram) -> None:

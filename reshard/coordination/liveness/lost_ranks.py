@@ -11,17 +11,17 @@ from reshard.plan import Plan
 
 
 def rank_gone_error(rank: int, why: object) -> RemoteError:
-    """A rank that will not answer any more, and the reason that it or its connection gave."""
+    """The error for a rank that will not answer any more, and the reason that it or its connection gave."""
     return RemoteError(f"rank {rank} is gone: {why}")
 
 
 def rank_closed_error(rank: int) -> RemoteError:
-    """A rank whose connections ended during a transfer, without a goodbye."""
+    """The error for a rank whose connections ended during a transfer, without a goodbye."""
     return rank_gone_error(rank, "it closed its connection during a transfer")
 
 
 def rank_closed_with_store_error(rank: int, error: object) -> RemoteError:
-    """A rank whose connections ended, and with it the store.
+    """The error for a rank whose connections ended, and with it the store.
 
     Args:
         rank: lost rank.
@@ -31,24 +31,24 @@ def rank_closed_with_store_error(rank: int, error: object) -> RemoteError:
 
 
 def rank_stopped_error(rank: int, *, is_silent: bool) -> RemoteError:
-    """A rank that was awaited in a call, and sends no heartbeat or whose process has ended."""
+    """The error for a rank that was awaited in a call, and sends no heartbeat or whose process has ended."""
     return rank_gone_error(
         rank, f"it sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS:g} s" if is_silent else "its process has ended"
     )
 
 
 def rank_silent_error(rank: int) -> RemoteError:
-    """A rank that sends no heartbeat during a transfer."""
+    """The error for a rank that sends no heartbeat during a transfer."""
     return RemoteError(f"rank {rank} sent no heartbeat for {HEARTBEAT_TIMEOUT_SECONDS:g} s during a transfer")
 
 
 def rank_unreachable_error(rank: int, how: object) -> RemoteError:
-    """A rank to which a connection broke, but which may still run."""
+    """The error for a rank to which a connection broke, but which may still run."""
     return RemoteError(f"rank {rank} is gone or unreachable: {how}")
 
 
 def hub_lost_error(hub: int, own_rank: int, error: object, *, is_gone: bool) -> RemoteError:
-    """The rank that decides a round, after this rank lost its connection to it.
+    """The error for the rank that decides a round, after this rank lost its connection to it.
 
     Args:
         hub: rank that decides the round.
@@ -62,7 +62,7 @@ def hub_lost_error(hub: int, own_rank: int, error: object, *, is_gone: bool) -> 
 
 
 def hub_left_error(hub: int, address: str, port: int, advice: str) -> RemoteError:
-    """The rank that decides a round, if nothing listens at its address any more."""
+    """The error for the rank that decides a round, if nothing listens at its address any more."""
     return RemoteError(
         f"rank {hub} has left: nothing listens at {address} port {port} any more, so its process has ended or its "
         f"group is closed{advice}"
@@ -70,26 +70,26 @@ def hub_left_error(hub: int, address: str, port: int, advice: str) -> RemoteErro
 
 
 def ranks_late_error(ranks: Sequence[int], members: Sequence[int], timeout_seconds: float) -> TransferTimeoutError:
-    """Members that missed a round."""
+    """The error for members that missed a round."""
     return TransferTimeoutError(
         f"{describe_ranks(ranks)} did not call within {timeout_seconds:g} s; ranks {format_ranks(members)} take part"
     )
 
 
 def ranks_missed_error(ranks: Collection[int], what: str = "call") -> RankLostError:
-    """Ranks without which a fault-tolerant transfer or a Mover goes on."""
+    """The error for ranks without which a fault-tolerant transfer or a Mover goes on."""
     return RankLostError(f"{describe_ranks(sorted(ranks))} did not {what} in time", sorted(ranks))
 
 
 def ranks_lost_earlier_error(ranks: Sequence[int]) -> RemoteError:
-    """Members of a call that is not fault tolerant, but of which an earlier call lost some."""
+    """The error for members of a call that is not fault tolerant, but of which an earlier call lost some."""
     return RemoteError(f"{_describe_past(ranks)} lost in an earlier call; create a new group of the remaining ranks")
 
 
 def ranks_lost_in_transfer_error(
     ranks: Sequence[int], survivors: Sequence[int], missing_bytes: int, plan: Plan, recover: Callable[[], None]
 ) -> RankLostError:
-    """Ranks that a transfer lost, if the surviving ranks can move what is missing.
+    """The error for ranks that a transfer lost, if the surviving ranks can move what is missing.
 
     Args:
         ranks: lost ranks.
@@ -110,7 +110,7 @@ def ranks_lost_in_transfer_error(
 def ranks_lost_with_regions_error(
     ranks: Sequence[int], tensors: Sequence[str], needed_by: Sequence[int], kept: str
 ) -> RankLostError:
-    """Ranks that were the last holders of regions.
+    """The error for ranks that were the last holders of regions.
 
     Args:
         ranks: lost ranks.
@@ -129,7 +129,7 @@ def ranks_lost_with_regions_error(
 
 
 def grid_ranks_stopped_error(ranks: Sequence[int], silent_seconds: float | None) -> RemoteError:
-    """Ranks of a grid that a collective waited for.
+    """The error for ranks of a grid that a collective waited for.
 
     Args:
         ranks: ranks that will not start it.

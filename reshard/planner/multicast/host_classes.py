@@ -291,8 +291,8 @@ def count_chunks(
     - Small chunks fill the pipeline fast. Large chunks pay few latencies.
     - A port passes whole chunks, so rounding costs time.
     - Slow ports get smaller chunks, so that all chunks take the same time.
-    - If all classes have equal sizes, chunks may end where classes end. They do so if that takes no longer. If it needs
-      more messages, it must also save :data:`MIN_GAIN`.
+    - If all classes have equal sizes, chunks can end where classes end. Such chunks are used if they take no longer. If
+      they need more messages, they must save at least :data:`MIN_GAIN` of the time.
 
     Args:
         topology: the network.
