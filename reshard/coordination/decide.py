@@ -103,14 +103,16 @@ def _raise_disagreements(requests: Sequence[RoundRequest]) -> None:
             (name, value), (other_name, other) = values[majority[0]], values[odd[0]]
             names = name if name == other_name else f"{name} or {other_name}"
             value, other = contrast(value, other)
-            raise DisagreementError(f"ranks disagree on {names}: {_pass(majority)} {value}, {_pass(odd)} {other}")
+            raise DisagreementError(
+                f"ranks disagree on {names}: {_ranks_pass(majority)} {value}, {_ranks_pass(odd)} {other}"
+            )
     minority = find_minority({rank: len(given) for rank, given in arguments.items()})
     if minority is not None:
-        counts = [f"{_pass(ranks)} {len(arguments[ranks[0]])}" for ranks in minority]
+        counts = [f"{_ranks_pass(ranks)} {len(arguments[ranks[0]])}" for ranks in minority]
         raise DisagreementError(f"ranks disagree on the number of arguments: {', '.join(counts)}")
 
 
-def _pass(ranks: Sequence[int]) -> str:
+def _ranks_pass(ranks: Sequence[int]) -> str:
     return f"{describe_ranks(ranks)} pass{'es' * (len(ranks) == 1)}"
 
 
@@ -153,7 +155,7 @@ def _resolve_dtype(what: str, tensors: Mapping[int, TensorRequest]) -> str:
         for value, by_verb in ranks_of.items():
             verb, ranks = next(iter(by_verb.items()))
             holds = f"{describe_ranks(ranks)} hold{'s' * (len(ranks) == 1)}"
-            texts.append(f"{_pass(ranks)} dtype {value}" if verb == "pass" else f"{holds} {value}")
+            texts.append(f"{_ranks_pass(ranks)} dtype {value}" if verb == "pass" else f"{holds} {value}")
         raise DisagreementError(f"{what}: ranks disagree on the dtype: {', '.join(texts)}")
     return next(iter(ranks_of))
 
@@ -162,7 +164,7 @@ def _resolve_shape(what: str, tensors: Mapping[int, TensorRequest], src: AnyLayo
     given = {rank: tuple(tensor.shape) for rank, tensor in tensors.items() if tensor.shape is not None}
     minority = find_minority(given)
     if minority is not None:
-        texts = [f"{_pass(ranks)} shape {list(given[ranks[0]])}" for ranks in minority]
+        texts = [f"{_ranks_pass(ranks)} shape {list(given[ranks[0]])}" for ranks in minority]
         raise DisagreementError(f"{what}: ranks disagree on the global shape: {', '.join(texts)}")
     if given:
         return list(next(iter(given.values())))

@@ -86,10 +86,10 @@ def _refine(program: LinearProgram) -> tuple[np.ndarray, np.ndarray]:
     row_color, column_color = _number(program.right, program.is_equal), _number(program.cost)
     while True:
         sums = np.zeros(len(row_color), dtype=np.uint64)
-        np.add.at(sums, program.row_offsets, _mix(column_color[program.column_offsets], value))
+        np.add.at(sums, program.row_offsets, _hash_colour(column_color[program.column_offsets], value))
         new_row_color = _number(row_color, sums)
         sums = np.zeros(len(column_color), dtype=np.uint64)
-        np.add.at(sums, program.column_offsets, _mix(new_row_color[program.row_offsets], value))
+        np.add.at(sums, program.column_offsets, _hash_colour(new_row_color[program.row_offsets], value))
         new_column_color = _number(column_color, sums)
         if new_row_color.max(initial=0) == row_color.max(initial=0) and new_column_color.max(
             initial=0
@@ -107,7 +107,7 @@ def _number(*keys: np.ndarray) -> np.ndarray:
     return number
 
 
-def _mix(color: np.ndarray, value: np.ndarray) -> np.ndarray:
+def _hash_colour(color: np.ndarray, value: np.ndarray) -> np.ndarray:
     """A hash of a colour and the number of a coefficient (the finalizer of SplitMix64)."""
     mixed = color.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + value.astype(np.uint64) + np.uint64(1)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -117,8 +117,8 @@ def _mix(color: np.ndarray, value: np.ndarray) -> np.ndarray:
 
 def _merge(program: LinearProgram, row_color: np.ndarray, column_color: np.ndarray) -> LinearProgram | None:
     """The program with one row and one variable per colour; None if the colours do not satisfy the theorem."""
-    by_row = _sums(program.row_offsets, column_color[program.column_offsets], program.value, row_color)
-    by_column = _sums(program.column_offsets, row_color[program.row_offsets], program.value, column_color)
+    by_row = _sum_coefficients(program.row_offsets, column_color[program.column_offsets], program.value, row_color)
+    by_column = _sum_coefficients(program.column_offsets, row_color[program.row_offsets], program.value, column_color)
     if by_row is None or by_column is None:
         return None
     first_row, first_column = np.unique(row_color, return_index=True)[1], np.unique(column_color, return_index=True)[1]
@@ -127,7 +127,7 @@ def _merge(program: LinearProgram, row_color: np.ndarray, column_color: np.ndarr
     return LinearProgram(cost, merged_row, merged_column, value, program.right[first_row], program.is_equal[first_row])
 
 
-def _sums(
+def _sum_coefficients(
     line: np.ndarray, across: np.ndarray, value: np.ndarray, color: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """``(colours of lines, colours across, sum of coefficients)``; None if lines of one colour have different sums.

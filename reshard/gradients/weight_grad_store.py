@@ -125,7 +125,7 @@ class WeightGradStore(TorchFunctionMode):
                 and call["input"].dim() == dims + 2
                 and not isinstance(call.get("padding"), str)
             ):
-                how = [_each(call.get(name, default), dims) for name, default in _CONVOLUTION_DEFAULTS]
+                how = [_per_dim(call.get(name, default), dims) for name, default in _CONVOLUTION_DEFAULTS]
                 return _Convolution.apply(*_start(call), (*how, call.get("groups", 1)), self)
         return func(*args, **kwargs)
 
@@ -186,7 +186,7 @@ def _can_defer(call: dict[str, Any], weight_dims: int) -> bool:
     return has_one_dtype and has_valid_shapes and (bias is None or (bias.is_leaf and bias.shape == weight.shape[:1]))
 
 
-def _each(value: Any, dims: int) -> list[int]:
+def _per_dim(value: Any, dims: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value) * (dims // len(value))
 
 

@@ -130,7 +130,9 @@ def plan_remainder(
     unheld = [piece for piece, held_by in zip(cut, holders, strict=True) if not held_by]
     if unheld:
         raise RankLostError(
-            _format_loss(unheld, plan, lost), tuple(sorted(lost)), tuple(_name(piece, plan) for piece in unheld)
+            _format_loss(unheld, plan, lost),
+            tuple(sorted(lost)),
+            tuple(_describe_piece(piece, plan) for piece in unheld),
         )
     tensors = [
         TensorSpec(
@@ -138,7 +140,7 @@ def plan_remainder(
             plan.tensors[piece.tensor].dtype,
             Layout(Mesh(held_by)),
             Layout(Mesh(sorted(piece.missing))),
-            f"{number}: {_name(piece, plan)}",
+            f"{number}: {_describe_piece(piece, plan)}",
         )
         for number, (piece, held_by) in enumerate(zip(cut, holders, strict=True))
     ]
@@ -222,7 +224,7 @@ def _by_tensor(pieces: Sequence[MissingBox]) -> dict[int, list[int]]:
     return by_tensor
 
 
-def _ends(pieces: Sequence[MissingBox]) -> tuple[np.ndarray, np.ndarray]:
+def _bounds_of(pieces: Sequence[MissingBox]) -> tuple[np.ndarray, np.ndarray]:
     """Starts and stops of pieces, each ``(pieces, ndim)``. There is at least one piece, and all are of one tensor."""
     shape = len(pieces), len(pieces[0].start)
     start, stop = ([getattr(piece, name) for piece in pieces] for name in ("start", "stop"))
@@ -239,7 +241,9 @@ def _find_holders(
         lacking = [missing[i] for i in missing_of[tensor]]
         own = [cut[i] for i in numbers]
         lack: list[set[int]] = [set() for _ in own]
-        for i, j in zip(*(side.tolist() for side in find_overlaps(*_ends(own), *_ends(lacking))), strict=True):
+        for i, j in zip(
+            *(side.tolist() for side in find_overlaps(*_bounds_of(own), *_bounds_of(lacking))), strict=True
+        ):
             lack[i] |= lacking[j].missing
         spec, boxes = plan.tensors[tensor], [(piece.start, piece.stop) for piece in own]
         for rank in survivors:
@@ -274,7 +278,7 @@ def _region(piece: MissingBox) -> str:
     return format_box([*zip(piece.start, piece.stop, strict=True)])
 
 
-def _name(piece: MissingBox, plan: Plan) -> str:
+def _describe_piece(piece: MissingBox, plan: Plan) -> str:
     name, codec = plan.tensors[piece.tensor].name, plan.tensors[piece.tensor].codec
     blocks = "" if codec is None else f" in blocks of {codec.values} values"
     return f"{f'{name!r} ' if name else ''}{_region(piece)}{blocks}"
@@ -282,7 +286,7 @@ def _name(piece: MissingBox, plan: Plan) -> str:
 
 def _format_loss(unheld: Sequence[MissingBox], plan: Plan, lost: Iterable[int]) -> str:
     ranks = sorted(lost)
-    regions = ", ".join(_name(piece, plan) for piece in unheld[:_MAX_NAMED])
+    regions = ", ".join(_describe_piece(piece, plan) for piece in unheld[:_MAX_NAMED])
     num_more = len(unheld) - _MAX_NAMED
     more = f" and {num_more} more region{'s' * (num_more > 1)}" if num_more > 0 else ""
     needed = sorted({rank for piece in unheld for rank in piece.missing})

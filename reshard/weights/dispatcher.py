@@ -119,8 +119,8 @@ class Dispatcher:
         self._refused: dict[str, str] = {}
         self._asked: list[str] = []  # engines that want the last version
 
-    def act(self, message: MailboxMessage) -> None:
-        """Act on a message."""
+    def handle_message(self, message: MailboxMessage) -> None:
+        """Do what a message asks for."""
         kind, job = message["kind"], self._job
         if kind == "publish":
             self._version = message["version"]

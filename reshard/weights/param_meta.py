@@ -83,14 +83,16 @@ def read_metas(metas: Sequence[Any]) -> Manifest:
             mesh_shape = (len(owners),) if meta.mesh_shape is None else tuple(meta.mesh_shape)
             placements = [Replicate()] * len(mesh_shape) if meta.placements is None else list(meta.placements)
             mesh = Mesh(owners, {str(axis): size for axis, size in enumerate(mesh_shape)})
-            entries[name] = ManifestEntry(shape, dtype_name(meta.dtype), _hold(Layout(mesh, placements), shape))
+            entries[name] = ManifestEntry(
+                shape, dtype_name(meta.dtype), _boxes_of_ranks(Layout(mesh, placements), shape)
+            )
         except (AttributeError, TypeError, ValueError, ReshardError) as error:
             raise ArgumentError(f"{getattr(meta, 'name', meta)!r:.80} is no ParamMeta: {error}") from error
     ranks = [rank for entry in entries.values() for rank, _ in entry.held]
     return Manifest(1 + max(ranks, default=0), entries, {}, {}, "cpu")
 
 
-def _hold(layout: Layout, shape: tuple[int, ...]) -> _Held:
+def _boxes_of_ranks(layout: Layout, shape: tuple[int, ...]) -> _Held:
     regions = ((rank, tuple(layout.regions(shape, rank))) for rank in sorted(layout.ranks))
     return tuple((rank, boxes) for rank, boxes in regions if boxes)
 
@@ -102,7 +104,7 @@ def _find_placements(held: _Held, shape: tuple[int, ...]) -> tuple[Any, Any]:
         mesh = Mesh([rank for rank, _ in held], {str(axis): size for axis, size in enumerate(mesh_shape)})
         kinds = [Replicate(), *map(Shard, range(len(shape)))]
         for placements in itertools.product(kinds, repeat=len(mesh_shape)):
-            if _hold(Layout(mesh, list(placements)), shape) == held:
+            if _boxes_of_ranks(Layout(mesh, list(placements)), shape) == held:
                 return mesh_shape, placements
     return None, None
 

@@ -202,7 +202,7 @@ class Publisher:
                 self._options,
                 self._compression,
             )
-            self._team.start(self._sender.act, self._fail, self._sender.close)
+            self._team.start(self._sender.handle_message, self._fail, self._sender.close)
 
     @property
     def version(self) -> int | None:

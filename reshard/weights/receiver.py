@@ -160,8 +160,8 @@ class Receiver:
             self._route[1].close()
             self._route = self._encoded = None
 
-    def act(self, message: MailboxMessage) -> None:
-        """Act on a message."""
+    def handle_message(self, message: MailboxMessage) -> None:
+        """Do what a message asks for."""
         kind = message["kind"]
         if kind in _HANDLERS:
             if not message.get("relayed"):
@@ -175,7 +175,7 @@ class Receiver:
                 self._given_up = message["attempt"], rebuild_error(*message["failed"])
                 self._changed.notify_all()
         elif self._leader is not None:
-            self._leader.act(message)
+            self._leader.handle_message(message)
 
     def _answer_ping(self, message: MailboxMessage) -> None:
         self._team.answer_ping(message)
@@ -432,8 +432,8 @@ class _Leader:
         self._given: int | None = None  # the last version that was swapped in
         self._asked: list[str] = []  # engines that were asked for the last version
 
-    def act(self, message: MailboxMessage) -> None:
-        """Act on a message."""
+    def handle_message(self, message: MailboxMessage) -> None:
+        """Do what a message asks for."""
         kind = message["kind"]
         if kind == "want":
             self._wants.setdefault(message["attempt"], set()).add(message["rank"])

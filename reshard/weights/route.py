@@ -240,7 +240,7 @@ class Route:
     def gather(self, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parts of the plan's tensors that this rank holds, from its local shards by name."""
         pairs = zip(self.plan.tensors, self._find_views(arrays).views, strict=True)
-        return {spec.name or "": _one(views) for spec, views in pairs if views}
+        return {spec.name or "": _stack_views(views) for spec, views in pairs if views}
 
     def find_buffers(
         self, arrays: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
@@ -261,7 +261,7 @@ class Route:
                 if base is not None and old[0] is not tensor:
                     tensor.copy_(old[0])
             elif base is not None:
-                tensor = _one(old).to(self.device)
+                tensor = _stack_views(old).to(self.device)
                 copies.append((viewed.unstack(number), tensor))
             else:
                 shape = (len(views), *views[0].shape) if len(views) > 1 else views[0].shape
@@ -303,6 +303,6 @@ def _are_same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tens
     return len(first) == len(second) and all(map(is_, first.values(), map(second.get, first)))
 
 
-def _one(views: Sequence[torch.Tensor]) -> torch.Tensor:
+def _stack_views(views: Sequence[torch.Tensor]) -> torch.Tensor:
     """The views of a bundle as one tensor of the plan: stacked if there are several."""
     return torch.stack(list(views)) if len(views) > 1 else views[0]

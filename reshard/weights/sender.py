@@ -60,8 +60,8 @@ class Sender:
         self._rank = team.rank  # among the ranks that send
         self._dispatcher = self._make_dispatcher() if team.is_leader else None
 
-    def act(self, message: MailboxMessage) -> None:
-        """Act on a message."""
+    def handle_message(self, message: MailboxMessage) -> None:
+        """Do what a message asks for."""
         kind = message["kind"]
         if kind == "send":
             self._send(message)
@@ -72,7 +72,7 @@ class Sender:
         elif kind in ("lead", "fetch") and self._dispatcher is None:
             self._lead()
         elif self._dispatcher is not None:
-            self._dispatcher.act(message)
+            self._dispatcher.handle_message(message)
 
     def close(self) -> None:
         """Close the connections."""

@@ -117,7 +117,7 @@ class Subscriber:
                 manifest = replace(manifest, rules=check_rules(rules))
                 installer = _make_installer(model, shards, mode, load_weights)
             self._receiver = Receiver(self._team, manifest, installer, self._options)
-            self._team.start(self._receiver.act, self._receiver.fail, self._receiver.close)
+            self._team.start(self._receiver.handle_message, self._receiver.fail, self._receiver.close)
             if self._team.is_leader:
                 self._team.roster.write_manifest("engine", self._team.id, manifest)
                 self._team.roster.enlist(self._team.id)  # versions that are published from now on are for this engine

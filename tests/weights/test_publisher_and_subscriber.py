@@ -678,14 +678,14 @@ def test_a_version_that_is_done_early_is_done_on_each_rank():
 
 def _busy_engine(_, __):
     """A trainer and an engine whose thread comes late, in one process."""
-    store, act = dist.HashStore(), Receiver.act
+    store, act = dist.HashStore(), Receiver.handle_message
 
     def act_late(receiver, message):
         time.sleep(0.5)
         act(receiver, message)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Receiver, "act", act_late)
+        monkeypatch.setattr(Receiver, "handle_message", act_late)
         with Subscriber(_model(2), store), Publisher(_model(1), store) as publisher:
             assert set(publisher.publish(1).wait(60).engines.values()) == {""}
 

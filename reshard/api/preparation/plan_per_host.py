@@ -80,13 +80,15 @@ def plan_per_host(
         yield alone
         return
 
-    def hold(payload: Any, decide: Callable[[list[RoundRequest]], Decision], what: str, seconds: float) -> Decision:
+    def run_round(
+        payload: Any, decide: Callable[[list[RoundRequest]], Decision], what: str, seconds: float
+    ) -> Decision:
         request = RoundRequest(call_group.group.rank, payload=payload, purpose=f"{what} {purpose}".strip())
         return call_group.agree(request, decide, seconds, fault_tolerant)[1]
 
     decide = functools.partial(_find_planners, members=call_group.members)
     rank = call_group.group.rank
-    decision = hold(_name_machine(call_group), decide, "finds planners", timeout_seconds)
+    decision = run_round(_name_machine(call_group), decide, "finds planners", timeout_seconds)
     planners = decision.payloads
     if decision.lost or len(set(planners.values())) == len(planners):  # no two ranks share a machine
         yield alone
@@ -94,7 +96,7 @@ def plan_per_host(
     decide = functools.partial(_gather_files, members=call_group.members)
     patience = timeout_seconds + _PATIENCE * estimate
     if planners[rank] != rank:
-        files = hold(None, decide, "shares plans", patience).payloads
+        files = run_round(None, decide, "shares plans", patience).payloads
         yield functools.partial(_map_or_make, files.get(planners[rank]), alone, tensors, topology, staging_bytes)
         return
     made, error, file = None, None, None
@@ -107,7 +109,7 @@ def plan_per_host(
             with contextlib.suppress(Exception):  # such as too little memory
                 file = _write(made)
                 made = _map(file, tensors, topology, staging_bytes)  # this host keeps one copy
-        hold(file, decide, "shares plans", patience)
+        run_round(file, decide, "shares plans", patience)
         yield functools.partial(_return_or_raise, made, error)
     finally:
         if file is not None:

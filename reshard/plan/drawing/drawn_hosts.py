@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -164,7 +164,12 @@ def _make_boxes(plan: Plan, hosts: list[int], by_host: dict[int, list[str]]) -> 
         size = -(-len(hosts) // MAX_BOXES)
         groups = [("", hosts[first : first + size]) for first in range(0, len(hosts), size)]
     return [
-        HostBox(name or _name_hosts(group), tuple(group), _only(pod_of[host] for host in group), _roles(group, by_host))
+        HostBox(
+            name or _name_hosts(group),
+            tuple(group),
+            _common_pod(pod_of[host] for host in group),
+            _roles(group, by_host),
+        )
         for name, group in groups
     ]
 
@@ -176,7 +181,8 @@ def _name_hosts(hosts: Sequence[int]) -> str:
     )
 
 
-def _only(pods) -> int | None:  # type: ignore[no-untyped-def]
+def _common_pod(pods: Iterable[int | None]) -> int | None:
+    """The pod of all hosts of a group; None if there are several, or none."""
     distinct = set(pods)
     return distinct.pop() if len(distinct) == 1 else None
 

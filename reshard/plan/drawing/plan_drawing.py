@@ -141,16 +141,16 @@ def _draw_arrow(boxes: HostBoxes, traffic: Traffic, placing: Placing, arrow: int
     end = (tip[0] - ahead[0] * long, tip[1] - ahead[1] * long)
     head = (tip, *((end[0] + side * half * ahead[1], end[1] - side * half * ahead[0]) for side in (1, -1)))
     between = f"{boxes.all[a].label} to {boxes.all[b].label}" if a != b else f"between {boxes.all[a].label}"
-    path = f"M{_at(curve[0])}C{_at(curve[1])} {_at(curve[2])} {_at(end)}"
+    path = f"M{_format_point(curve[0])}C{_format_point(curve[1])} {_format_point(curve[2])} {_format_point(end)}"
     return (
         f"<g class='arrow' data-i='{arrow}' data-o='{shown}' opacity='{shown}'>"
         f"<path d='{path}' fill='none' stroke='{colour}' stroke-width='{width:.2f}'/>"
-        f"<polygon points='{' '.join(map(_at, head))}' fill='{colour}'/>"
+        f"<polygon points='{' '.join(map(_format_point, head))}' fill='{colour}'/>"
         f"<title>{between}: {format_bytes(int(traffic.nbytes[arrow]))}</title></g>"
     )
 
 
-def _at(point: Point) -> str:
+def _format_point(point: Point) -> str:
     return f"{point[0]:.1f},{point[1]:.1f}"
 
 

@@ -223,7 +223,7 @@ def _assign_rounds(
             kind, limit = None, max(UNBUFFERED_ROUND_BYTES, nbytes)
         ends = [(sender, kind, True), (receiver, kind, False)]
         at = max(earliest, *(first_free.get(end, 0) for end in ends))
-        while any(_used(used, end, at) + nbytes > limit for end in ends):
+        while any(_bytes_used(used, end, at) + nbytes > limit for end in ends):
             at += 1
         rounds[index] = round_of[ident] = at
         if relays.is_relay[index]:
@@ -242,7 +242,9 @@ def _assign_rounds(
     return round_of
 
 
-def _used(used: Mapping[tuple[int, bool | None, bool], list[int]], end: tuple[int, bool | None, bool], at: int) -> int:
+def _bytes_used(
+    used: Mapping[tuple[int, bool | None, bool], list[int]], end: tuple[int, bool | None, bool], at: int
+) -> int:
     loads = used.get(end, ())
     return loads[at] if at < len(loads) else 0
 

@@ -84,14 +84,14 @@ class ComposedTensor:
                 if dim in part.dims:
                     source = part.dims.index(dim)
                     region[source] = pick(region[source], positions(kept, part.place[dim]))
-                place = _at(part.place, dim, positions(kept, wanted))
+                place = _replace_dim(part.place, dim, positions(kept, wanted))
                 parts.append(PlacedRegion(part.source, tuple(region), place, part.dims))
         return ComposedTensor((*self.shape[:dim], len(wanted), *self.shape[dim + 1 :]), tuple(parts))
 
     def placed(self, dim: int, at: range) -> tuple[PlacedRegion, ...]:
         """The parts, with the slices along a dim moved to other indices."""
         return tuple(
-            PlacedRegion(part.source, part.region, _at(part.place, dim, pick(at, part.place[dim])), part.dims)
+            PlacedRegion(part.source, part.region, _replace_dim(part.place, dim, pick(at, part.place[dim])), part.dims)
             for part in self.parts
         )
 
@@ -136,7 +136,7 @@ def _whole(shape: tuple[int, ...]) -> tuple[Region, tuple[int, ...]]:
     return tuple(map(range, shape)), tuple(range(len(shape)))
 
 
-def _at(region: Region, dim: int, indices: range) -> Region:
+def _replace_dim(region: Region, dim: int, indices: range) -> Region:
     return (*region[:dim], indices, *region[dim + 1 :])
 
 
