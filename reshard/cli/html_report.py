@@ -39,7 +39,7 @@ def plan_to_html(plan: Plan, title: str | None = None) -> str:
 
     Args:
         plan: the plan.
-        title: the heading. Default: the tensor, or the first of several.
+        title: the heading. Default: the bytes of the tensors, and the number of ranks and hosts on each side.
 
     Returns:
         The text of the page, to be written to a file.
@@ -54,9 +54,10 @@ def plan_to_html(plan: Plan, title: str | None = None) -> str:
     sentence, marked = find_bottleneck(bound, loads, makespan)
     traffic = boxes.find_traffic(marked)
     drawn = f"<div class='hosts'>{draw_boxes(boxes, traffic, marked)}{plan_player.CONTROLS}</div>"
-    beside = [_describe_bytes(plan), draw_roles(boxes), _describe_arrows(traffic)]
+    named = f"<p>{escape(name_tensors(plan))}</p>"
+    beside = [named, _describe_bytes(plan), draw_roles(boxes), _describe_arrows(traffic)]
     parts = [
-        f"<h1>{escape(title or name_tensors(plan))}</h1>",
+        f"<h1>{escape(title or _describe_move(plan))}</h1>",
         f"<p class='said'>{sentence}</p><div class='top'>{drawn}<div>{''.join(beside)}</div></div>",
     ]
     if all(box.is_host for box in boxes.all) and len(traffic.nbytes):
@@ -97,6 +98,16 @@ def find_bottleneck(bound: Bound, loads: list[Load], makespan: Makespan) -> tupl
     return text, (busiest.port,)
 
 
+def _describe_move(plan: Plan) -> str:
+    nbytes = sum(math.prod(spec.shape) * spec.itemsize for spec in plan.tensors)
+    sides = []
+    for layouts in ([spec.src for spec in plan.tensors], [spec.dst for spec in plan.tensors]):
+        ranks = {rank for layout in {id(layout): layout for layout in layouts}.values() for rank in layout.ranks}
+        hosts = {plan.topology.host_of_rank[rank] for rank in ranks}
+        sides.append(f"{count_of(len(ranks), 'rank')} on {count_of(len(hosts), 'host')}")
+    return f"{format_bytes(nbytes)} from {sides[0]} to {sides[1]}"
+
+
 def _describe_bytes(plan: Plan) -> str:
     across, inside, copied = plan.bytes_moved()
     return (
@@ -112,7 +123,7 @@ def _describe_arrows(traffic: Traffic) -> str:
     widths = f"each is {largest}" if smallest == largest else f"the widest is {largest}, the thinnest {smallest}"
     return (
         f"<p>Arrows are as wide as the bytes between two boxes: {widths}. The bar at the bottom of a box fills as its "
-        "bytes arrive.</p>"
+        "bytes arrive. A port is one direction of a NIC or of the uplink of a pod.</p>"
     )
 
 
