@@ -50,8 +50,8 @@ def draw_stages(training_plan: TrainingPlanRecord) -> str:
 def _title(training_plan: TrainingPlanRecord) -> str:
     guess = " (a guess: the profile is an estimate)" if training_plan.is_guess else ""
     return (
-        f"A step takes {format_seconds(training_plan.seconds)}{guess}, for {count_of(training_plan.num_samples, 'sample')} in "
-        f"{count_of(training_plan.num_microbatches, 'microbatch')}"
+        f"A step takes {format_seconds(training_plan.seconds)}{guess}, for "
+        f"{count_of(training_plan.num_samples, 'sample')} in {count_of(training_plan.num_microbatches, 'microbatch')}"
     )
 
 
@@ -62,7 +62,8 @@ def _describe(training_plan: TrainingPlanRecord) -> str:
     fullest = max(range(len(reports)), key=lambda number: _share(reports[number]))
     share = training_plan.bound_seconds / (training_plan.seconds or 1.0)
     return (
-        f"<p>The method {escape(training_plan.method)} found this plan. The busiest is <b class='hot'>stage {busiest}</b>: "
+        f"<p>The method {escape(training_plan.method)} found this plan. "
+        f"The busiest is <b class='hot'>stage {busiest}</b>: "
         f"{format_seconds(reports[busiest].busy_seconds)} of a step of {format_seconds(training_plan.seconds)}; no "
         f"plan takes less than {format_seconds(training_plan.bound_seconds)} ({share:.0%}). The fullest is stage "
         f"{fullest}: {_memory(reports[fullest])}.</p>{draw_keys(_TIME, 'time')}{draw_keys(_MEMORY, 'memory')}"
