@@ -125,6 +125,7 @@ class Dispatcher:
         self._route: tuple[str, list[str], list[int]] | None = None  # key, engines and ranks of the open connections
         self._refused: dict[str, str] = {}
         self._asked: list[str] = []  # engines that want the last version
+        self._is_ticking = False
 
     def act(self, message: MailboxMessage) -> None:
         """Act on a message."""
@@ -139,8 +140,10 @@ class Dispatcher:
         elif job is not None and kind == "pong" and message["nonce"] == job.nonce:
             job.answered.add((message["team"], message["rank"]))
             self._check_pings(job)
-        elif job is not None and kind == "tick" and message["nonce"] == job.nonce:
-            self._check(job)
+        elif kind == "tick":
+            self._is_ticking = False
+            if job is not None:
+                self._check(job)
         elif job is not None and kind == "held" and message["version"] == job.version:
             self._note_held(job, message["engine"], message["failed"], message["decoding"])
 
@@ -302,8 +305,8 @@ class Dispatcher:
                     self._route = None
             if not job.awaited:
                 self._end_attempt(job)
-        if self._job is job and job.phase != "send":
-            self._tick(job)
+        if self._job is not None:
+            self._tick()
 
     def _drop(self, job: _Job, engine: Member, why: str) -> None:
         """Go on without an engine. If it lives, it joins again, and fetches the version."""
@@ -337,19 +340,20 @@ class Dispatcher:
     def _enter(self, job: _Job, phase: str, seconds: float) -> None:
         job.phase, job.nonce = phase, secrets.token_hex(8)
         job.deadline = time.monotonic() + seconds
-        self._tick(job)
+        self._tick()
 
-    def _tick(self, job: _Job) -> None:
-        """Look again after a while."""
-        message = {"kind": "tick", "nonce": job.nonce}
-        timer = threading.Timer(DISPATCH_CHECK_INTERVAL_SECONDS, self._post_tick, [message])
-        timer.daemon = True
-        timer.start()
+    def _tick(self) -> None:
+        """Look again after a while. Many phases may pass before that."""
+        if not self._is_ticking:
+            self._is_ticking = True
+            timer = threading.Timer(DISPATCH_CHECK_INTERVAL_SECONDS, self._post_tick)
+            timer.daemon = True
+            timer.start()
 
-    def _post_tick(self, message: MailboxMessage) -> None:
+    def _post_tick(self) -> None:
         while not self._team.is_closed:
             try:
-                self._team.outbox.post(self._address, message)
+                self._team.outbox.post(self._address, {"kind": "tick"})
                 return
             except dist.DistNetworkError:  # the store is lost, and the thread of the team says so
                 return

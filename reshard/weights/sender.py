@@ -62,6 +62,10 @@ class Sender:
         self._checkers: dict[str, Checker] = {}
         self._rank = team.rank  # among the ranks that send
         self._dispatcher = self._make_dispatcher() if team.is_leader else None
+        self._watch_lock = threading.Lock()  # for the next three
+        self._is_watching = False
+        self._is_done: Callable[[], bool] = lambda: True
+        self._asked = 0  # the rank that was last asked to lead
 
     def act(self, message: MailboxMessage) -> None:
         """Act on a message."""
@@ -115,28 +119,34 @@ class Sender:
         Args:
             is_done: whether this rank knows what became of the version.
         """
-        team, asked = self._team, 0
+        with self._watch_lock:
+            self._is_done, self._asked = is_done, 0
+            if self._team.rank and not self._is_watching:
+                self._is_watching = True
+                self._look_later()
 
-        def look() -> None:
-            nonlocal asked
-            if is_done() or team.is_closed:
+    def _look_later(self) -> None:
+        timer = threading.Timer(min(DISPATCH_CHECK_INTERVAL_SECONDS * self._team.rank, MAX_WATCH_SECONDS), self._look)
+        timer.daemon = True
+        timer.start()
+
+    def _look(self) -> None:
+        """Look whether the ranks before this one are alive. Many versions may pass between two looks."""
+        team = self._team
+        with self._watch_lock:
+            is_done, asked = self._is_done, self._asked
+            self._is_watching = not is_done() and not team.is_closed and asked < team.rank
+            if not self._is_watching:
                 return
-            with contextlib.suppress(RuntimeError):  # the store is lost, and the thread of the team says so
-                first = team.roster.first_living("trainer", team.id, range(asked, team.rank))
-                first = team.rank if first is None else first
-                if first != asked:
-                    asked = first
-                    team.outbox.post(team.address(first), {"kind": "lead"})
-            if asked < team.rank:
-                look_later()
-
-        def look_later() -> None:
-            timer = threading.Timer(min(DISPATCH_CHECK_INTERVAL_SECONDS * team.rank, MAX_WATCH_SECONDS), look)
-            timer.daemon = True
-            timer.start()
-
-        if team.rank:
-            look_later()
+        with contextlib.suppress(RuntimeError):  # the store is lost, and the thread of the team says so
+            first = team.roster.first_living("trainer", team.id, range(asked, team.rank))
+            first = team.rank if first is None else first
+            if first != asked:
+                with self._watch_lock:
+                    if self._is_done is is_done:
+                        self._asked = first
+                team.outbox.post(team.address(first), {"kind": "lead"})
+        self._look_later()
 
     def _lead(self) -> None:
         """Take over from the ranks before this one, which have ended."""
