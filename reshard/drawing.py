@@ -11,7 +11,7 @@ from html import escape
 #: All rules begin with ``.reshard``, so that a drawing changes nothing else in a notebook.
 _STYLE = """
 .reshard { --bg: #fff; --fg: #1d2430; --soft: #5b6577; --line: #ced5df; --panel: #f4f6f9; --src: #3b7dd8;
-  --dst: #2f9a68; --both: #8a63d2; --flow: #8ea6c8; --hot: #d9480f; --warm: #d98a3d; --wait: #b9c0ca;
+  --dst: #2f9a68; --both: #8a63d2; --flow: #8ea6c8; --hot: #d9480f; --warm: #d98a3d; --pale: #f0c48f; --wait: #b9c0ca;
   background: var(--bg); color: var(--fg); font: 15px/1.5 system-ui, sans-serif; color-scheme: light dark; }
 @media (prefers-color-scheme: dark) { .reshard { --bg: #14171c; --fg: #e2e7ee; --soft: #9aa5b5; --line: #3a424e;
   --panel: #1d2229; --src: #5b9af0; --dst: #46b883; --both: #a98bea; --flow: #56708f; --hot: #ff7a3d;

@@ -3,7 +3,8 @@
 Seven runs continue the training of a small GPT in bf16 with fp32 masters, by AdamW or SGD at different learning rates.
 They change from about 1 % to nearly all of the bf16 weights a step. On emulated hosts, four trainer ranks publish each
 version to four engines, once in each format, once with ``compression="delta"``, which chooses, and once without
-compression ("raw"). All send the same version in turns, and engines compare each result bit for bit.
+compression ("raw"). All send the same version in turns, and engines compare each result bit for bit. In each run, the
+choice begins anew, and learns from four versions before the comparison begins.
 
 ``--parts`` measures coding alone, in CPU time, and computes the time of the link: a trainer rank encodes its quarter,
 and an engine decodes all. All formats are measured in turns, and the choice takes its formats from the same
@@ -40,7 +41,8 @@ from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.topology import Topology
 from reshard.weights.encoded import MAX_KEPT
 from reshard.weights.encoded_regions import decode_region, encode_region, largest_size
-from reshard.weights.format_choice import FormatChoice, time_setups
+from reshard.weights.format_choice import FormatChoice, RegionChoice, find_cores, time_setups
+from reshard.weights.learned_times import LearnedTimes
 
 CONFIG = GPTConfig(num_layers=3, num_heads=8, head_size=48, sequence=32, vocabulary=256)
 ROWS, WARMUP_STEPS, WARMUP_RATE = 2, 10, 1e-3
@@ -52,8 +54,9 @@ RUNS = (
     ("SGD", 0.01),
 )
 RATES = ("0.1 Gbit/s", "0.4 Gbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s")
-#: The first versions of a run, which change buffers, are not timed.
-UNTIMED = 2
+#: The first versions of a run, which change buffers, are not timed. Before these, only "auto" sends so many versions,
+#: from which it learns.
+UNTIMED, WARMUP_VERSIONS = 2, 4
 #: Runs of each part, of which the fastest counts.
 PARTS_REPEATS = 5
 #: Versions of a run in which choices are kept, and comparisons become rare if they end in raw.
@@ -99,6 +102,13 @@ def share_of_changes(old: Weights, new: Weights) -> float:
     return changed / sum(item.numel() for item in new.values())
 
 
+class FixedTimes(LearnedTimes):
+    """Learns nothing, so that every version is encoded."""
+
+    def add_version(self, is_encoded: bool, seconds: float, raw_bound: float) -> None:
+        """See :class:`LearnedTimes`."""
+
+
 class FixedChoice(FormatChoice):
     """One format for all regions.
 
@@ -114,9 +124,9 @@ class FixedChoice(FormatChoice):
         """See :class:`FormatChoice`."""
         return True
 
-    def choose(self, region: torch.Tensor, base: torch.Tensor | None) -> tuple[str, float]:
+    def choose(self, region: torch.Tensor, base: torch.Tensor | None) -> RegionChoice:
         """See :class:`FormatChoice`."""
-        return ("raw" if base is None else self._name), 1.0
+        return RegionChoice("raw" if base is None else self._name, 1.0)
 
 
 def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topology) -> None:
@@ -125,22 +135,32 @@ def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topol
     models: dict[str, Weights] = {}
     sides: dict[str, Publication] = {}
     is_trainer, group = rank < NUM_TRAINERS, make_group(rank, 4)
-    for name in ("raw", "auto", *(known for known in known_formats() if known != "raw")):
-        cut = {item: value.tensor_split(4)[rank] if is_trainer else value for item, value in runs[0][0].items()}
+    cut = {item: value.tensor_split(4)[rank] if is_trainer else value for item, value in runs[0][0].items()}
+
+    def open_side(name: str, number: int = 0) -> None:
         models[name] = {item: torch.zeros_like(value) for item, value in cut.items()}
-        options: dict[str, Any] = {"name": name, "topology": topology}
+        options: dict[str, Any] = {"name": f"{name} {number}", "topology": topology}
         if is_trainer:
             options["shards"] = {item: _stated(runs[0][0][item], rank) for item in cut}
             options["compression"] = None if name == "raw" else "delta"
         sides[name] = Publication(models[name], group, is_trainer, 4, **options)
+
+    for name in ("raw", "auto", *(known for known in known_formats() if known != "raw")):
+        open_side(name)
         publisher = sides[name].publisher
         if publisher is not None and name not in ("raw", "auto"):
             publisher._sender._choice = FixedChoice(name)
+            publisher._sender._learned = FixedTimes()
     stopwatch = Stopwatch()
     for which, versions in enumerate(runs):
+        if which:  # a job that trains in another way knows nothing of this one
+            sides["auto"].close()
+            open_side("auto", which)
         times: dict[str, list[tuple[float, Any]]] = {name: [] for name in sides}
-        for place, whole in enumerate(versions):
+        for place, whole in enumerate(versions, -WARMUP_VERSIONS):
             for name, side in sides.items():
+                if place < 0 and name != "auto":
+                    continue
                 if is_trainer:
                     for item, value in whole.items():
                         models[name][item].copy_(value.tensor_split(4)[rank])
@@ -227,8 +247,8 @@ def time_choice(regions: Regions, choice: FormatChoice) -> tuple[float, dict[tup
             begun = time.thread_time()
             chosen = {key: choice.choose(*pair) for key, pair in regions.items() if key[0] == rank}
             seconds[rank] = min(seconds[rank], time.thread_time() - begun)
-            rank_gain = sum(saved for _, saved in chosen.values())
-            names |= {key: name if rank_gain > 0 else "raw" for key, (name, _) in chosen.items()}
+            rank_gain = sum(item.saved for item in chosen.values())
+            names |= {key: item.name if rank_gain > 0 else "raw" for key, item in chosen.items()}
             gain += rank_gain
     return max(seconds), names if gain > 0 else {}
 
@@ -245,7 +265,7 @@ def versions_per_choice(choice: FormatChoice, pays: bool) -> float:
 
 def print_parts(runs: list[list[Weights]], rates: Sequence[str]) -> None:
     """Print for each rate and run the sum of measured coding times and the time of the bytes on the link."""
-    report = {"known": known_formats(), "rates": time_formats(), "setups": time_setups()}
+    report = {"known": known_formats(), "rates": time_formats(), "setups": time_setups(), "cores": find_cores()}
     within, slower = [], []
     for versions in runs:
         old, new = versions[-2:]
@@ -278,6 +298,11 @@ def print_parts(runs: list[list[Weights]], rates: Sequence[str]) -> None:
                 f"/ raw {slower[-1]:.3f}  ({used}; chosen in {1e3 * choosing:.2f} ms)  "
                 + "  ".join(f"{name} {1e3 * value:.2f} ms" for name, value in seconds.items())
             )
+    _print_summary(within, slower)
+
+
+def _print_summary(within: list[float], slower: list[float]) -> None:
+    """Print how many cases meet each goal, from times over that of the fastest format, and over that of raw."""
     print_line(
         f"within 5 % of the fastest format: {sum(item <= 1.05 for item in within)} of {len(within)}, at worst "
         f"{max(within):.3f}; at most 2 % slower than raw: {sum(item <= 1.02 for item in slower)}, at worst "
@@ -295,7 +320,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print a row for each rate and run."""
-    runs = make_runs(UNTIMED if options.parts else UNTIMED + options.repeats)
+    runs = make_runs(UNTIMED if options.parts else WARMUP_VERSIONS + UNTIMED + options.repeats)
     print_line(f"{sum(item.nbytes for item in runs[0][0].values()) / 2**20:.1f} MiB of bf16")
     shares = [share_of_changes(versions[-2], versions[-1]) for versions in runs]
     if options.parts:
@@ -304,17 +329,22 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "runs.pt")
         torch.save(runs, path)
+        within: list[float] = []
+        slower: list[float] = []
         for rate in options.rate or RATES:
             topology = equal_hosts(rate)
             with EmulatedCluster(topology) as cluster:
-                cluster.run(measure, path, topology, timeout_seconds=1800.0, on_report=_Printer(rate, shares))
+                cluster.run(
+                    measure, path, topology, timeout_seconds=1800.0, on_report=_Printer(rate, shares, within, slower)
+                )
+        _print_summary(within, slower)
 
 
 class _Printer:
-    """Prints the row of a run when all ranks have reported it."""
+    """Prints the row of a run when all ranks have reported it, and adds its times over the fastest format and raw."""
 
-    def __init__(self, rate: str, shares: list[float]) -> None:
-        self._rate, self._shares = rate, shares
+    def __init__(self, rate: str, shares: list[float], within: list[float], slower: list[float]) -> None:
+        self._rate, self._shares, self._within, self._slower = rate, shares, within, slower
         self._reports: dict[int, list[Any]] = {}
 
     def __call__(self, rank: int, value: Any) -> None:
@@ -322,10 +352,15 @@ class _Printer:
         self._reports.setdefault(which, []).append(times)
         if len(self._reports[which]) == 8:
             name = f"{RUNS[which][0]} {RUNS[which][1]:g}"
-            _print_row(self._rate, name, self._shares[which], self._reports[which])
+            ratios = _print_row(self._rate, name, self._shares[which], self._reports[which])
+            self._within.append(ratios[0])
+            self._slower.append(ratios[1])
 
 
-def _print_row(rate: str, name: str, share: float, ranks: list[dict[str, list[tuple[float, Any]]]]) -> None:
+def _print_row(
+    rate: str, name: str, share: float, ranks: list[dict[str, list[tuple[float, Any]]]]
+) -> tuple[float, float]:
+    """Print a row; returns the time of the choice over that of the fastest format, and over that of raw."""
     medians, ratios = {}, {}
     for contender in ranks[0]:
         turns = [max(times) for times in zip(*([t for t, _ in rank[contender]] for rank in ranks), strict=True)]
@@ -341,3 +376,4 @@ def _print_row(rate: str, name: str, share: float, ranks: list[dict[str, list[tu
         f"{rate:10} {name:11} {share:6.1%}  auto / {best} {medians['auto'] / fixed[best]:.3f}  / raw "
         f"{medians['auto'] / fixed['raw']:.3f}  ({chosen})  {times}"
     )
+    return medians["auto"] / fixed[best], medians["auto"] / fixed["raw"]

@@ -68,7 +68,9 @@ template <class Word> struct DeltaWriter {
     uint8_t *out, *const end;
     size_t next = 0; // the word after the last changed one
 
-    // Writes the entries of a block of words that begins at `at`. Returns false if they may not fit.
+    // Writes the entries of a block of words that begins at `at`. Returns false if they may not fit. There is room for
+    // whole words, so each is written, and the next entry overwrites it if it does not count: which ones count is hard to
+    // predict.
     template <class CodeOf> RESHARD_INLINE bool add(size_t at, const Word *words, uint64_t changed, CodeOf code_at) {
         size_t gap = at + static_cast<size_t>(std::countr_zero(changed)) - next;
         const size_t room = gap / 255 + static_cast<size_t>(std::popcount(changed)) * (2 + sizeof(Word));
@@ -81,10 +83,8 @@ template <class Word> struct DeltaWriter {
             const uint8_t code = code_at(i);
             *out++ = static_cast<uint8_t>(gap);
             *out++ = code;
-            if (code == WHOLE) {
-                std::memcpy(out, words + i, sizeof(Word));
-                out += sizeof(Word);
-            }
+            std::memcpy(out, words + i, sizeof(Word));
+            out += -static_cast<size_t>(code == WHOLE) & sizeof(Word);
             changed &= changed - 1;
             if (!changed) {
                 next = at + i + 1;

@@ -9,7 +9,7 @@ import numpy as np
 
 from reshard.cli import plan_player, plan_times, plan_trees
 from reshard.cli.plan_description import describe_plan
-from reshard.cost import Bound, Makespan, describe_ties, find_bound, find_busiest_ports, predict_timeline
+from reshard.cost import Bound, CostReport, Makespan, describe_ties, find_busiest_ports, predict_timeline
 from reshard.drawing import draw_page
 from reshard.errors import PlanError
 from reshard.formatting import count_of, format_bytes, format_rate, format_seconds
@@ -39,7 +39,7 @@ def plan_to_html(plan: Plan, title: str | None = None) -> str:
 
     Args:
         plan: the plan.
-        title: the heading. Default: the tensor, or the first of several.
+        title: the heading. Default: the bytes of the tensors, and the number of ranks and hosts on each side.
 
     Returns:
         The text of the page, to be written to a file.
@@ -50,14 +50,17 @@ def plan_to_html(plan: Plan, title: str | None = None) -> str:
     if not isinstance(plan, Plan):
         raise PlanError(f"plan_to_html needs a Plan, not {type(plan).__name__}")
     makespan, timeline = predict_timeline(plan)
-    bound, loads, boxes = find_bound(plan), find_loads(plan), HostBoxes.of(plan)
+    report, loads, boxes = CostReport(plan), find_loads(plan), HostBoxes.of(plan)
+    bound = report.bound
     sentence, marked = find_bottleneck(bound, loads, makespan)
     traffic = boxes.find_traffic(marked)
     drawn = f"<div class='hosts'>{draw_boxes(boxes, traffic, marked)}{plan_player.CONTROLS}</div>"
-    beside = [_describe_bytes(plan), draw_roles(boxes), _describe_arrows(traffic)]
+    named = f"<p>{escape(name_tensors(plan))}</p>"
+    beside = [named, _describe_bytes(plan), draw_roles(boxes), _describe_arrows(traffic)]
     parts = [
-        f"<h1>{escape(title or name_tensors(plan))}</h1>",
-        f"<p class='said'>{sentence}</p><div class='top'>{drawn}<div>{''.join(beside)}</div></div>",
+        f"<h1>{escape(title or _describe_move(plan))}</h1>",
+        f"<p class='said'>{sentence}</p>{_describe_causes(report)}",
+        f"<div class='top'>{drawn}<div>{''.join(beside)}</div></div>",
     ]
     if all(box.is_host for box in boxes.all) and len(traffic.nbytes):
         parts.append(f"<h2>Trees</h2>{plan_trees.draw_trees(plan)}")
@@ -68,7 +71,7 @@ def plan_to_html(plan: Plan, title: str | None = None) -> str:
         progress = plan_times.sample_progress(boxes, traffic, timeline)
         times = plan_times.draw_times(boxes, traffic, timeline, progress, bound.seconds)
         parts.append(f"<h2>Times</h2>{times}")
-    parts.append(_tables(plan, boxes, traffic, loads, makespan.seconds))
+    parts.append(_tables(report, boxes, traffic, loads, makespan.seconds))
     if len(progress):
         data = plan_times.write_progress(boxes, traffic, progress, makespan.seconds)
         parts.append(f"<script type='application/json' id='progress'>{data}</script>")
@@ -97,6 +100,22 @@ def find_bottleneck(bound: Bound, loads: list[Load], makespan: Makespan) -> tupl
     return text, (busiest.port,)
 
 
+def _describe_move(plan: Plan) -> str:
+    nbytes = sum(math.prod(spec.shape) * spec.itemsize for spec in plan.tensors)
+    sides = []
+    for layouts in ([spec.src for spec in plan.tensors], [spec.dst for spec in plan.tensors]):
+        ranks = {rank for layout in {id(layout): layout for layout in layouts}.values() for rank in layout.ranks}
+        hosts = {plan.topology.host_of_rank[rank] for rank in ranks}
+        sides.append(f"{count_of(len(ranks), 'rank')} on {count_of(len(hosts), 'host')}")
+    return f"{format_bytes(nbytes)} from {sides[0]} to {sides[1]}"
+
+
+def _describe_causes(report: CostReport) -> str:
+    lines = (line.split(maxsplit=2)[2] for line in report.causes)  # after the two words of its label
+    labels = ("Beyond the bound", "What would help")
+    return "".join(f"<p>{label}: {escape(line)}.</p>" for label, line in zip(labels, lines, strict=False))
+
+
 def _describe_bytes(plan: Plan) -> str:
     across, inside, copied = plan.bytes_moved()
     return (
@@ -112,12 +131,12 @@ def _describe_arrows(traffic: Traffic) -> str:
     widths = f"each is {largest}" if smallest == largest else f"the widest is {largest}, the thinnest {smallest}"
     return (
         f"<p>Arrows are as wide as the bytes between two boxes: {widths}. The bar at the bottom of a box fills as its "
-        "bytes arrive.</p>"
+        "bytes arrive. A port is one direction of a NIC or of the uplink of a pod.</p>"
     )
 
 
-def _tables(plan: Plan, boxes: HostBoxes, traffic: Traffic, loads: list[Load], seconds: float) -> str:
-    summary = describe_plan(plan, max_lines=0).split("...")[0].strip()[:MAX_TEXT]
+def _tables(report: CostReport, boxes: HostBoxes, traffic: Traffic, loads: list[Load], seconds: float) -> str:
+    summary = describe_plan(report.plan, max_lines=0, report=report).split("...")[0].strip()[:MAX_TEXT]
     folded = [
         ("Bytes between hosts", _link_table(boxes, traffic)),
         ("Ports", _port_table(loads, seconds)),

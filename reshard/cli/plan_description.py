@@ -15,13 +15,16 @@ from reshard.planner import plan_tensors, predict
 _FASTER = 0.95
 
 
-def describe_plan(plan: Plan, max_lines: int = 40, plan_auto: Callable[[], Plan] | None = None) -> str:
+def describe_plan(
+    plan: Plan, max_lines: int = 40, plan_auto: Callable[[], Plan] | None = None, report: CostReport | None = None
+) -> str:
     """A summary of a plan, its cost, and at most ``max_lines`` of its transfers.
 
     Args:
         plan_auto: makes the plan of ``auto`` for the same move, if another strategy was named.
+        report: its cost, if that is known.
     """
-    report = CostReport(plan)
+    report = report or CostReport(plan)
     across, inside, copied = plan.bytes_moved()
     body = plan.to_text(max_lines).splitlines()
     if plan.is_listed and len(plan.transfers) > max_lines:

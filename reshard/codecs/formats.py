@@ -128,6 +128,11 @@ def known_formats() -> dict[str, str]:
     return {name: version for name, version in versions.items() if version is not None}
 
 
+def format_of(header: int) -> str:
+    """The name of the format that begins with a header, or "raw" if there is none."""
+    return _NAME_OF_HEADER.get(header, "raw")
+
+
 def decode_piece(data: np.ndarray, words: np.ndarray, width: int) -> None:
     """Turn the base into the array that a format encoded, in place.
 

@@ -17,6 +17,8 @@ SHARES = (0.02, 0.08, 0.5, 0.95)
 FormatRates = Mapping[str, tuple[tuple[float, ...], ...]]
 #: ``{format: seconds that encoding, and decoding, a region take in addition to the time of its bytes}``.
 SetupSeconds = Mapping[str, tuple[float, ...]]
+#: ``{format: how many times longer than predicted encoding, and decoding, take}``.
+CodingFactors = Mapping[str, tuple[float, float]]
 #: A format other than raw is chosen only if its predicted time is below this fraction of the raw time.
 MIN_GAIN = 0.97
 #: A sample has about this many blocks of this many bytes, at equal distances.
@@ -34,6 +36,7 @@ class TransferRates:
         formats: rates at which one rank encodes and decodes.
         encoders, decoders: how many times faster than one rank all ranks together encode and decode.
         setups: times of each region on one rank; 0 for a format that is not there.
+        factors: how many times longer than that encoding, and decoding, take; 1 for a format that is not there.
     """
 
     link: float
@@ -41,6 +44,16 @@ class TransferRates:
     encoders: float = 1.0
     decoders: float = 1.0
     setups: SetupSeconds = field(default_factory=dict)
+    factors: CodingFactors = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CodingSeconds:
+    """The time in which one rank encodes, and decodes, a tensor, and the format that it writes."""
+
+    written: str
+    encode: float
+    decode: float
 
 
 def predict_ratio(name: str, width: int, sample: Sample) -> float:
@@ -50,6 +63,20 @@ def predict_ratio(name: str, width: int, sample: Sample) -> float:
 
 def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: TransferRates) -> float:
     """Predict the time that a tensor adds to a transfer in a format."""
+    return add_link(predict_coding(name, numel, width, sample, rates), numel, width, sample, rates)
+
+
+def add_link(coding: CodingSeconds, numel: int, width: int, sample: Sample, rates: TransferRates) -> float:
+    """The time that a tensor adds to a transfer, from its predicted coding."""
+    return (
+        coding.encode / rates.encoders
+        + coding.decode / rates.decoders
+        + numel * width * predict_ratio(coding.written, width, sample) / rates.link
+    )
+
+
+def predict_coding(name: str, numel: int, width: int, sample: Sample, rates: TransferRates) -> CodingSeconds:
+    """Predict how long one rank takes to encode, and to decode, a tensor in a format."""
     if FORMATS[name].dense_format in rates.formats and sample.changed > DENSE_SHARES[width]:
         name = FORMATS[name].dense_format
     known = FORMATS[name]
@@ -61,14 +88,12 @@ def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: Tr
         per_byte = max(low + part * (high - low), min(low, high) / 2)
         return per_byte * (2 / width if known.is_timed_by_words else 1)
 
-    encode, decode = rates.formats[name]
-    per_byte = (
-        seconds_per_byte(encode) / rates.encoders
-        + predict_ratio(name, width, sample) / rates.link
-        + seconds_per_byte(decode) / rates.decoders
+    setups, factors = rates.setups.get(name, (0.0, 0.0)), rates.factors.get(name, (1.0, 1.0))
+    encode, decode = (
+        factors[side] * (setups[side] + numel * width * seconds_per_byte(rates.formats[name][side]))
+        for side in range(2)
     )
-    setups = rates.setups.get(name, (0.0, 0.0))
-    return setups[0] / rates.encoders + setups[1] / rates.decoders + numel * width * per_byte
+    return CodingSeconds(name, encode, decode)
 
 
 def choose_format(numel: int, width: int, sample: Sample, rates: TransferRates, formats: Collection[str]) -> str:

@@ -43,19 +43,16 @@ def measure_rates(codec: BlockCodec) -> tuple[float, float]:
 
 @functools.cache
 def measure_format_rates() -> FormatRates:
-    """The rates of all lossless formats that this process knows, on bf16 weights; measured once per process.
-
-    As for :func:`measure_rates`, call it on all ranks at once. A format is timed by the CPU time of its fastest run, as
-    its runs are few. How much longer a run takes because threads wait for a core is averaged over all formats.
-    """
-    begun, begun_cpu = time.perf_counter(), time.thread_time()
-    rates = time_formats()
-    busy = (time.thread_time() - begun_cpu) / (time.perf_counter() - begun)
-    return {name: tuple(tuple(busy * rate for rate in side) for side in sides) for name, sides in rates.items()}
+    """The result of :func:`time_formats`, measured once per process."""
+    return time_formats()
 
 
 def time_formats() -> FormatRates:
-    """The rates of all lossless formats on a core that does nothing else."""
+    """The rates of all lossless formats that this process knows, on bf16 weights and on a core that does nothing else.
+
+    A format is timed by the CPU time of its fastest run. How long threads wait for a core when the process starts says
+    nothing about later versions.
+    """
     rng = np.random.default_rng(0)
     shape = NUM_PIECES, NUM_WORDS  # one after another, as a core's cache does not hold real weights
     old = (rng.standard_normal(shape, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)

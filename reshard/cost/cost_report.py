@@ -85,6 +85,13 @@ class CostReport:
         """The causes of the time beyond the bound; None for a large plan in closed form."""
         return find_excess(self.plan, self.makespan, self.lower_bound_seconds)
 
+    @cached_property
+    def causes(self) -> tuple[str, ...]:
+        """Lines about a plan that takes more than 1.1 times its bound: the causes, and what helps; else none."""
+        if not self._is_far_above or self.excess is None:
+            return ()
+        return tuple(describe_excess(self.plan, self.excess, self.makespan, self.latency_bounds))
+
     @property
     def _is_far_above(self) -> bool:
         return 0 < _NOTABLE_RATIO * self.lower_bound_seconds < self.predicted_seconds
@@ -99,8 +106,7 @@ class CostReport:
         if self.latency_bounds is not None and self.latency_bounds.unmerged_seconds and self.lower_bound_seconds:
             lines.append(f"with latency {self._format_latency_bounds(self.latency_bounds)}")
         lines.append(f"predicted    {self._format_prediction()}")
-        if self._is_far_above and self.excess is not None:
-            lines += describe_excess(self.plan, self.excess, self.makespan, self.latency_bounds)
+        lines += self.causes
         topology = self.plan.topology
         between, inside = map(format_seconds, (topology.latency_seconds, topology.inside_latency_seconds))
         lines.append(

@@ -64,6 +64,8 @@ class _Job:
         base: version that these engines hold, if the new version travels as differences.
         failed: by id, the engines to which the version must be sent again, with the reason.
         has_failed: whether an attempt has failed. Later attempts are not encoded.
+        begun: when the current attempt began.
+        decoding: ``{format: seconds}`` of the slowest rank that has decoded in this attempt.
     """
 
     version: int
@@ -80,6 +82,8 @@ class _Job:
     base: int | None = None
     failed: dict[str, str] = field(default_factory=dict)
     times: Mapping[str, Any] = field(default_factory=dict)
+    begun: float = 0.0
+    decoding: dict[str, float] = field(default_factory=dict)
 
     @property
     def awaited(self) -> list[str]:
@@ -97,6 +101,8 @@ class Dispatcher:
         find_base: function that takes whether the version may be encoded, and returns the version to which differences
             may refer, if any.
         describe_coding: function that takes the base of a version, and returns what messages say about the coding.
+        note_times: function that is called when all engines have confirmed a version at its first attempt. It takes the
+            seconds since the order to send, and the seconds in which the slowest rank decoded each format.
     """
 
     def __init__(
@@ -106,8 +112,9 @@ class Dispatcher:
         options: RouteOptions,
         find_base: Callable[[bool], int | None],
         describe_coding: Callable[[int | None], Mapping[str, Any]],
+        note_times: Callable[[float, Mapping[str, float]], None],
     ) -> None:
-        self._find_base, self._describe_coding = find_base, describe_coding
+        self._find_base, self._describe_coding, self._note_times = find_base, describe_coding, note_times
         self._held: dict[str, int | None] = {}  # version of each engine to which this rank has sent one
         self._team, self._manifest = team, manifest
         self._join_seconds, self._timeout_seconds = options.join_seconds, options.timeout_seconds
@@ -118,6 +125,7 @@ class Dispatcher:
         self._route: tuple[str, list[str], list[int]] | None = None  # key, engines and ranks of the open connections
         self._refused: dict[str, str] = {}
         self._asked: list[str] = []  # engines that want the last version
+        self._is_ticking = False
 
     def handle_message(self, message: MailboxMessage) -> None:
         """Do what a message asks for."""
@@ -132,10 +140,12 @@ class Dispatcher:
         elif job is not None and kind == "pong" and message["nonce"] == job.nonce:
             job.answered.add((message["team"], message["rank"]))
             self._check_pings(job)
-        elif job is not None and kind == "tick" and message["nonce"] == job.nonce:
-            self._check(job)
+        elif kind == "tick":
+            self._is_ticking = False
+            if job is not None:
+                self._check(job)
         elif job is not None and kind == "held" and message["version"] == job.version:
-            self._note_held(job, message["engine"], message["failed"])
+            self._note_held(job, message["engine"], message["failed"], message["decoding"])
 
     def take_over(self, version: int) -> None:
         """Lead in place of a rank that has ended while this version was on its way."""
@@ -251,20 +261,24 @@ class Dispatcher:
         message = {"version": job.version, "route": self._route[0], "engines": job.engines, "ranks": self._ranks}
         message |= self._describe_coding(job.base)
         self._enter(job, "send", self._timeout_seconds)
+        job.begun, job.decoding = time.monotonic(), {}
         for engine in job.engines:
             self._post(job.pending[engine], {"kind": "receive", "trainer": self._team.id, **message})
         self._team.post_to_all({"kind": "send", **message})
 
-    def _note_held(self, job: _Job, engine: str, failed: Any) -> None:
+    def _note_held(self, job: _Job, engine: str, failed: Any, decoding: Mapping[str, float]) -> None:
         if engine not in job.engines or engine not in job.pending or job.phase != "confirm":
             return
         if failed is None:
             job.results[engine] = ""
             self._held[engine] = job.version
             del job.pending[engine]
+            job.decoding |= {name: max(time, job.decoding.get(name, 0.0)) for name, time in decoding.items()}
         else:
             job.failed[engine] = failed[1]
         if not job.awaited:
+            if not job.pending and set(job.attempts.values()) == {1} and len(job.attempts) == len(job.engines):
+                self._note_times(time.monotonic() - job.begun, job.decoding)
             self._end_attempt(job)
 
     def _end_attempt(self, job: _Job) -> None:
@@ -291,8 +305,8 @@ class Dispatcher:
                     self._route = None
             if not job.awaited:
                 self._end_attempt(job)
-        if self._job is job and job.phase != "send":
-            self._tick(job)
+        if self._job is not None:
+            self._tick()
 
     def _drop(self, job: _Job, engine: Member, why: str) -> None:
         """Go on without an engine. If it lives, it joins again, and fetches the version."""
@@ -326,19 +340,20 @@ class Dispatcher:
     def _enter(self, job: _Job, phase: str, seconds: float) -> None:
         job.phase, job.nonce = phase, secrets.token_hex(8)
         job.deadline = time.monotonic() + seconds
-        self._tick(job)
+        self._tick()
 
-    def _tick(self, job: _Job) -> None:
-        """Look again after a while."""
-        message = {"kind": "tick", "nonce": job.nonce}
-        timer = threading.Timer(DISPATCH_CHECK_INTERVAL_SECONDS, self._post_tick, [message])
-        timer.daemon = True
-        timer.start()
+    def _tick(self) -> None:
+        """Look again after a while. Many phases may pass before that."""
+        if not self._is_ticking:
+            self._is_ticking = True
+            timer = threading.Timer(DISPATCH_CHECK_INTERVAL_SECONDS, self._post_tick)
+            timer.daemon = True
+            timer.start()
 
-    def _post_tick(self, message: MailboxMessage) -> None:
+    def _post_tick(self) -> None:
         while not self._team.is_closed:
             try:
-                self._team.outbox.post(self._address, message)
+                self._team.outbox.post(self._address, {"kind": "tick"})
                 return
             except dist.DistNetworkError:  # the store is lost, and the thread of the team says so
                 return

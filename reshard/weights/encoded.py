@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,12 +18,15 @@ from reshard.api.lossless.encoding import find_capacities
 from reshard.api.lossless.regions import Bucket, Region, find_buckets
 from reshard.api.mover import Mover
 from reshard.api.transfers.handle import Handle, times_of
+from reshard.codecs.formats import format_of
+from reshard.codecs.lossless_choice import CodingFactors, CodingSeconds
 from reshard.errors import ArgumentError, DisagreementError, RemoteError
 from reshard.formatting import format_ranks
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
-from reshard.weights.encoded_regions import decode_region, encode_region, largest_size
-from reshard.weights.format_choice import FormatChoice, report_formats
+from reshard.weights.encoded_regions import decode_region, encode_region, find_header, largest_size
+from reshard.weights.format_choice import FormatChoice, find_share, report_formats
+from reshard.weights.learned_times import have_moved
 from reshard.weights.membership.team import run_collectively
 from reshard.weights.route import NUM_SHARES, Route, RouteOptions
 
@@ -40,11 +45,16 @@ class SendingReport:
         seconds: how long its transfers took.
         nbytes: bytes that travelled, each counted once.
         formats: ``{format: plain bytes}``, on this rank.
+        encoding: ``{format: (predicted, measured) seconds}`` of encoding on this rank.
+        decoding: ``{format: predicted seconds}``: what the buckets whose first holder is this rank add to the decoding
+            of the slowest rank.
     """
 
     seconds: float = 0.0
     nbytes: int = 0
     formats: dict[str, int] = field(default_factory=dict)
+    encoding: dict[str, tuple[float, float]] = field(default_factory=dict)
+    decoding: dict[str, float] = field(default_factory=dict)
 
     def add(self, handle: Handle, nbytes: int) -> None:
         """Add a transfer that has ended."""
@@ -62,12 +72,14 @@ class BucketChoice:
         gain: seconds that these formats are predicted to save. All regions are raw if this is not positive.
         plain: ``{format: plain bytes}``.
         counts: whether this rank is the first holder of the bucket, which reports the gain.
+        coding: predicted times of one rank in which no earlier version is considered.
     """
 
     names: list[str]
     gain: float
     plain: dict[str, int]
     counts: bool
+    coding: tuple[CodingSeconds, ...] = ()
 
 
 class EncodedTransfers:
@@ -80,6 +92,9 @@ class EncodedTransfers:
         route: the route.
         options: options of this rank; all ranks use the smallest ``memory_bytes`` of any rank.
         choice: the choice of formats; None on a rank of a destination.
+
+    Attributes:
+        coding_seconds: ``{format: seconds}`` in which this rank has coded its part of the last version.
 
     Raises:
         ReshardError: a rank did not come; the same on all ranks.
@@ -108,10 +123,15 @@ class EncodedTransfers:
             )
         self.plain_bytes = sum(bucket.nbytes for bucket in self._buckets.values())
         if choice is not None:
-            choice.agree(reports, *(self.plain_bytes / max(1, *side.values(), 1) for side in (held, needed)))
+            self._shares = find_share(reports, held), find_share(reports, needed)
+            self._decoders = self._shares[1] * self.plain_bytes / max(1, *needed.values(), 1)
+            encoders = self._shares[0] * self.plain_bytes / max(1, *held.values(), 1)
+            choice.agree(reports, encoders, self._decoders)
         self._rounds = [self._find_round(number) for number in range(self.num_rounds)]
         self._chosen: tuple[bool, dict[str, BucketChoice]] | None = None
         self._num_chosen = 0
+        self._factors: CodingFactors = {}  # when the kept formats were chosen
+        self.coding_seconds: defaultdict[str, float] = defaultdict(float)
         self._mover: Mover | None = None
         self._capacity: dict[str, int] = {}
         self._sent: dict[str, np.ndarray] = {}
@@ -125,6 +145,7 @@ class EncodedTransfers:
             base: the local shards of the version that the destinations hold; None if they need not hold one.
             problem: why this rank cannot send, as an error for all ranks.
         """
+        self.coding_seconds.clear()
         new = self.route.gather(arrays)
         old = None if base is None else self.route.gather(base)
         return SendingHandle(self, arrays, new, old, problem)
@@ -137,6 +158,7 @@ class EncodedTransfers:
             base: the local shards of the version to which differences refer, in the same or in other memory.
             problem: why this rank cannot receive, as an error for all ranks.
         """
+        self.coding_seconds.clear()
         buffers = None
         for number in range(self.num_rounds):
             reports = self.exchange(functools.partial(_raise_problem, problem))
@@ -172,28 +194,35 @@ class EncodedTransfers:
     def choose(self, new: Arrays, old: Arrays | None) -> dict[str, BucketChoice]:
         """The formats of the buckets that this rank holds. All ranks that hold a bucket choose the same.
 
-        A choice is kept for some versions, because updates of one training run are alike.
+        A choice is kept for some versions, because updates of one training run are alike, unless they have shown that
+        coding takes another time.
         """
         assert self._choice is not None
         self._num_chosen += 1
-        if self._chosen and self._chosen[0] == (old is None) and self._num_chosen % MAX_KEPT:
+        factors = self._choice.factors
+        is_kept = self._num_chosen % MAX_KEPT and not have_moved(self._factors, factors)
+        if self._chosen and self._chosen[0] == (old is None) and is_kept:
             return self._chosen[1]
-        self._num_chosen = 0
+        self._num_chosen, self._factors = 0, factors
         choices = {}
         for name, bucket in self._buckets.items():
             if self._rank not in bucket.holders:
                 continue
             plain: dict[str, int] = {}
             views, names, gain = list(bucket.views(new, "src")), [], 0.0
+            coding = []
             bases = [None] * len(views) if old is None else bucket.views(old, "src")
             for view, base in zip(views, bases, strict=True):
-                chosen, saved = self._choice.choose(view, base)
-                names.append(chosen)
-                gain += saved
-                plain[chosen] = plain.get(chosen, 0) + view.numel() * view.itemsize
+                chosen = self._choice.choose(view, base)
+                names.append(chosen.name)
+                gain += chosen.saved
+                plain[chosen.name] = plain.get(chosen.name, 0) + view.numel() * view.itemsize
+                if chosen.coding is not None:
+                    coding.append(_without(factors, chosen.coding))
             if gain <= 0:
-                names, plain = ["raw"] * len(views), {"raw": bucket.nbytes}
-            choices[name] = BucketChoice(names, gain, plain, counts=bucket.holders[0] == self._rank)
+                names, plain, coding = ["raw"] * len(views), {"raw": bucket.nbytes}, []
+            counts = bucket.holders[0] == self._rank
+            choices[name] = BucketChoice(names, gain, plain, counts, tuple(coding))
         is_known = self._choice.link_rate is not None
         self._chosen = (old is None, choices) if is_known else None
         return choices
@@ -212,7 +241,10 @@ class EncodedTransfers:
                 self._sent[name] = np.empty(capacity, dtype=np.uint8)  # only pages that are used take memory
             out, size = self._sent[name], 0
             for region, view, base in zip(part.numbers, views, bases, strict=True):
-                size += encode_region(view, base, choices[name].names[region], out[size:])
+                begun = time.perf_counter()
+                encoded = encode_region(view, base, choices[name].names[region], out[size:])
+                self._note_coding(out[size:], begun)
+                size += encoded
             offers[name] = size, xxhash.xxh3_64(out[:size].data).intdigest()
         return offers
 
@@ -231,7 +263,24 @@ class EncodedTransfers:
             if self._rank in part.bucket.receivers:
                 data, begin = self._received[name], 0
                 for view in part.bucket.views(arrays, "dst"):
-                    begin += decode_region(data[begin:], view)
+                    begun, region = time.perf_counter(), data[begin:]
+                    begin += decode_region(region, view)
+                    self._note_coding(region, begun)
+
+    def _note_coding(self, encoded: np.ndarray, begun: float) -> None:
+        """Add the time since the coding of a region began."""
+        self.coding_seconds[format_of(find_header(encoded))] += time.perf_counter() - begun
+
+    def report_coding(self, choices: Mapping[str, BucketChoice], report: SendingReport) -> None:
+        """Add the predicted and measured times of a version that has been encoded."""
+        predicted: defaultdict[str, float] = defaultdict(float)
+        for choice in choices.values():
+            for coding in choice.coding:
+                predicted[coding.written] += coding.encode / self._shares[0]
+                if choice.counts:
+                    seconds = report.decoding.get(coding.written, 0.0)
+                    report.decoding[coding.written] = seconds + coding.decode / self._decoders
+        report.encoding = {name: (seconds, self.coding_seconds[name]) for name, seconds in predicted.items()}
 
     def move(self, reports: Mapping[int, Any]) -> tuple[Handle, int]:
         """Start the transfer of the buckets of a round; returns its handle, and the bytes of all buckets."""
@@ -303,7 +352,8 @@ class SendingHandle:
             return {"gain": gain, "buckets": transfers.raw_sizes(0, new) | transfers.encode(0, new, old, encoded)}
 
         reports = transfers.exchange(offer)
-        if not _pays(reports):
+        self._is_encoded = _pays(reports)
+        if not self._is_encoded:
             self._num_rounds = 1
             self._handle, self._nbytes = transfers.route.start_sending(arrays), transfers.plain_bytes
             self.report.formats = {"raw": sum(sum(choice.plain.values()) for choice in self._choices.values())}
@@ -324,6 +374,8 @@ class SendingHandle:
             handle, nbytes = self._transfers.move(reports)
             handle.wait(timeout_seconds)
             self.report.add(handle, nbytes)
+        if self._is_encoded:
+            self._transfers.report_coding(self._choices, self.report)
         return self.report
 
     def _offer(self, number: int) -> dict[str, Any]:
@@ -356,6 +408,12 @@ class _BucketPart:
 
     bucket: Bucket
     numbers: list[int]
+
+
+def _without(factors: CodingFactors, coding: CodingSeconds) -> CodingSeconds:
+    """Times without the factors of earlier versions."""
+    encode, decode = factors.get(coding.written, (1.0, 1.0))
+    return replace(coding, encode=coding.encode / encode, decode=coding.decode / decode)
 
 
 def _pays(reports: Mapping[int, Any]) -> bool:

@@ -101,6 +101,11 @@ def decode_region(data: np.ndarray, region: torch.Tensor) -> int:
     return num_read
 
 
+def find_header(data: np.ndarray) -> int:
+    """The header of the first piece of an encoded region."""
+    return int(data[_NUMBER_BYTES]) if len(data) > _NUMBER_BYTES else -1  # a region without elements has no piece
+
+
 def sample_region(region: torch.Tensor, base: torch.Tensor | None) -> Sample:
     """Sample the changes of a region, at the same places on all ranks that hold it, whatever its strides.
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +21,13 @@ from reshard.codecs.encoded_ratios import Sample
 from reshard.codecs.formats import FORMATS, known_formats
 from reshard.codecs.lossless_choice import (
     MIN_GAIN,
+    CodingFactors,
+    CodingSeconds,
     SetupSeconds,
     TransferRates,
+    add_link,
     choose_format,
+    predict_coding,
     predict_seconds,
 )
 from reshard.codecs.rates import measure_format_rates, slowest_rates
@@ -62,8 +71,35 @@ def keeps_base(compression: str | None) -> bool:
 
 
 def report_formats() -> dict[str, Any]:
-    """The report of a rank to the others: the formats that it knows, and its times of encoding and decoding."""
-    return {"known": known_formats(), "rates": measure_format_rates(), "setups": measure_setups()}
+    """The report of a rank to the others: its formats, its times of encoding and decoding, and its cores."""
+    return {
+        "known": known_formats(),
+        "rates": measure_format_rates(),
+        "setups": measure_setups(),
+        "cores": find_cores(),
+    }
+
+
+def find_cores() -> tuple[str, int]:
+    """A name that only processes on the same cores have, and the number of these cores."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux, or a system that hides the file
+        machine = f"{os.uname().nodename} {os.getpid()}"
+    return hashlib.sha256(f"{machine} {cores}".encode()).hexdigest()[:16], len(cores)
+
+
+def find_share(reports: Mapping[int, Any], ranks: Iterable[int]) -> float:
+    """The smallest part of a core that one of some ranks has while all of them code at the same time.
+
+    Args:
+        reports: result of :func:`report_formats` of each rank.
+        ranks: ranks that code at the same time.
+    """
+    names = Counter(reports[rank]["cores"][0] for rank in ranks)
+    num_cores = dict(report["cores"] for report in reports.values())
+    return min((min(1.0, num_cores[name] / num_ranks) for name, num_ranks in names.items()), default=1.0)
 
 
 @functools.cache
@@ -89,11 +125,30 @@ def time_setups() -> SetupSeconds:
     return setups
 
 
+@dataclass(frozen=True)
+class RegionChoice:
+    """The format of a region.
+
+    Attributes:
+        name: name of the format.
+        saved: seconds that it is predicted to save.
+        coding: predicted times of one rank; None for a region that travels raw.
+    """
+
+    name: str
+    saved: float = 0.0
+    coding: CodingSeconds | None = None
+
+
 class FormatChoice:
     """The choice of formats on one rank of a trainer. All ranks choose alike, because they know the same rates.
 
     Args:
         allowed: names of the formats among which to choose, with ``"raw"``.
+
+    Attributes:
+        factors: how many times longer than at the rates of the ranks coding took in earlier versions. The first rank of
+            the trainer tells the others.
     """
 
     def __init__(self, allowed: tuple[str, ...] = tuple(FORMATS)) -> None:
@@ -101,6 +156,7 @@ class FormatChoice:
         self._formats: tuple[str, ...] = ()
         self._rates: Mapping[str, Any] = {}
         self._setups: SetupSeconds = {}
+        self.factors: CodingFactors = {}
         self._encoders = self._decoders = 1.0
         self._pause = self._left = 0  # versions without a comparison: in the last pause, and left in this one
         self._link_rates: list[float] = []
@@ -111,8 +167,8 @@ class FormatChoice:
 
         Args:
             reports: result of :func:`report_formats` of each rank.
-            encoders: how many times faster than one rank all ranks together encode.
-            decoders: how many times faster than one rank all ranks together decode.
+            encoders: how many times faster than one rank on its own core all ranks together encode.
+            decoders: how many times faster than one rank on its own core all ranks together decode.
         """
         self._encoders, self._decoders = encoders, decoders
         known = [report["known"] for report in reports.values()]
@@ -175,8 +231,8 @@ class FormatChoice:
         encoded = [predict_seconds(name, 2**20, 2, unchanged, rates) for name in self._formats if name != "raw"]
         return min(encoded, default=float("inf")) < MIN_GAIN * 2**21 / self.link_rate
 
-    def choose(self, region: torch.Tensor, base: torch.Tensor | None) -> tuple[str, float]:
-        """The format of a region, and how many seconds it is predicted to save.
+    def choose(self, region: torch.Tensor, base: torch.Tensor | None) -> RegionChoice:
+        """The format of a region.
 
         Args:
             region: a tensor on the CPU.
@@ -189,16 +245,19 @@ class FormatChoice:
             if FORMATS[name].dtype in ("", dtype) and not (base is None and FORMATS[name].has_base)
         ]
         if self.link_rate is None:
-            return "raw", 0.0
+            return RegionChoice("raw")
         raw = nbytes / self.link_rate
         if raw < MIN_REGION_SECONDS:
             name = SMALL_FORMAT if SMALL_FORMAT in allowed else "raw"
-            encode, decode = self._setups.get(name, (0.0, 0.0))
-            return name, (MIN_GAIN - 1) * raw - encode / self._encoders - decode / self._decoders
+            setups, factors = self._setups.get(name, (0.0, 0.0)), self.factors.get(name, (1.0, 1.0))
+            small = CodingSeconds(name, setups[0] * factors[0], setups[1] * factors[1])
+            saved = (MIN_GAIN - 1) * raw - small.encode / self._encoders - small.decode / self._decoders
+            return RegionChoice(name, saved, small)
         rates = self._transfer_rates(self.link_rate)
         sample = sample_region(region, base)
-        name = choose_format(nbytes // width, width, sample, rates, allowed)
-        return name, MIN_GAIN * raw - predict_seconds(name, nbytes // width, width, sample, rates)
+        name, numel = choose_format(nbytes // width, width, sample, rates, allowed), nbytes // width
+        coding = predict_coding(name, numel, width, sample, rates)
+        return RegionChoice(name, MIN_GAIN * raw - add_link(coding, numel, width, sample, rates), coding)
 
     def _transfer_rates(self, link_rate: float) -> TransferRates:
-        return TransferRates(link_rate, self._rates, self._encoders, self._decoders, self._setups)
+        return TransferRates(link_rate, self._rates, self._encoders, self._decoders, self._setups, self.factors)

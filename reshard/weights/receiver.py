@@ -67,6 +67,7 @@ class Receiver:
         self._deferred: DeferredCall | None = None  # for the thread that waits in ``update``
         self._route: tuple[str, Route] | None = None
         self._encoded: EncodedTransfers | None = None  # over the route
+        self._decoding: dict[str, float] = {}  # seconds by format, of the last version
         self._pieces: list[RegionPair] = []
         self._tied: Mapping[str, str] = {}
         self._checker: Checker | None = None
@@ -193,7 +194,7 @@ class Receiver:
 
     def _receive_version(self, message: MailboxMessage) -> None:
         """Receive a version into the shadow."""
-        self._arrived = None
+        self._arrived, self._decoding = None, {}
         try:
             route = self._find_route(message)
             if isinstance(self._installer, ReceiveInPlace):
@@ -224,6 +225,7 @@ class Receiver:
         if base is not None and (base != held or self._shadow.keys() != self._complete_arrays.keys()):
             problem = f"the engine does not hold version {base}, to which differences refer"
         self._encoded.receive(self._shadow, None if base is None else self._complete_arrays, problem)
+        self._decoding = dict(self._encoded.coding_seconds)
 
     def _wait_for_update(self) -> None:
         """Wait until all ranks are in ``update``; their models hold no whole version from then on."""
@@ -290,13 +292,15 @@ class Receiver:
                 raise RemoteError(self._problem or f"version {version} has not arrived")
             nonlocal own
             own = self._checker.digest_target(self._shadow, self._team.rank)
-            return {"digests": own}
+            return {"digests": own, "decoding": self._decoding}
 
-        failed = None
+        failed, decoding = None, dict[str, float]()
         try:
             seconds = self._options.timeout_seconds + AGREE_SECONDS  # other ranks may still receive
             reports = run_collectively(self._team.inner_group(), digest_shadow, "verifies a version", seconds)
             landed = {rank: report["digests"] for rank, report in reports.items()}
+            for report in reports.values():
+                decoding |= {name: max(time, decoding.get(name, 0.0)) for name, time in report["decoding"].items()}
             assert self._checker is not None
             if "holder" in message:
                 latest = self._team.roster.latest()
@@ -313,7 +317,7 @@ class Receiver:
             self._problem, failed = str(error), describe_error(error)
         self._end_receiving()
         if self._leader is not None:
-            self._leader.end_receiving(message, failed, self._complete)
+            self._leader.end_receiving(message, failed, self._complete, decoding)
 
     def _send_to_engine(self, message: MailboxMessage) -> None:
         """Send the last version to another engine."""
@@ -452,12 +456,15 @@ class _Leader:
         """Stop swaps, because a new version arrives in the memory of the last one."""
         self._complete = None
 
-    def end_receiving(self, message: MailboxMessage, failed: Any, complete: int | None) -> None:
-        """Note that all ranks hold a version, or why they do not."""
+    def end_receiving(
+        self, message: MailboxMessage, failed: Any, complete: int | None, decoding: Mapping[str, float]
+    ) -> None:
+        """Note that all ranks hold a version, or why they do not; and the seconds of the slowest rank by format."""
         self._complete = complete
         self._team.roster.set_held(self._team.id, complete)
         if "reply" in message:
             answer = {"kind": "held", "engine": self._team.id, "version": message["version"], "failed": failed}
+            answer["decoding"] = decoding
             self._team.outbox.post(message["reply"], answer)
         if complete is None and "reply" not in message:
             self._fetch()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from reshard.errors import ReshardError
 from reshard.weights.dispatcher import DISPATCH_CHECK_INTERVAL_SECONDS, Dispatcher, Outcome
 from reshard.weights.encoded import EncodedTransfers, RawHandle, SendingHandle
 from reshard.weights.format_choice import FormatChoice, keeps_base
+from reshard.weights.learned_times import LearnedTimes
 from reshard.weights.membership.mailbox import MailboxMessage
 from reshard.weights.membership.survivors import on_ranks
 from reshard.weights.membership.team import AGREE_SECONDS, Team, run_collectively
@@ -53,12 +54,18 @@ class Sender:
         self._team, self._manifest, self._snapshot, self._end = team, manifest, snapshot, end
         self._options, self._compression = options, compression
         self._choice, self._is_encoded = FormatChoice(), False
+        self._learned = LearnedTimes()  # messages have what its first rank has learned
+        self._sent: _SentVersion | None = None  # of the last version, if its connections had been used before
         self._encoded: EncodedTransfers | None = None
         self._seen: set[tuple[str, bool]] = set()  # routes over which versions have travelled, encoded or not
         self._route: tuple[str, Route] | None = None
         self._checkers: dict[str, Checker] = {}
         self._rank = team.rank  # among the ranks that send
         self._dispatcher = self._make_dispatcher() if team.is_leader else None
+        self._watch_lock = threading.Lock()  # for the next three
+        self._is_watching = False
+        self._is_done: Callable[[], bool] = lambda: True
+        self._asked = 0  # the rank that was last asked to lead
 
     def handle_message(self, message: MailboxMessage) -> None:
         """Do what a message asks for."""
@@ -81,16 +88,30 @@ class Sender:
             self._route = self._encoded = None
 
     def _make_dispatcher(self) -> Dispatcher:
-        return Dispatcher(self._team, self._manifest, self._options, self._find_base, self._describe_coding)
+        return Dispatcher(
+            self._team, self._manifest, self._options, self._find_base, self._describe_coding, self._note_times
+        )
 
     def _find_base(self, may_encode: bool) -> int | None:
         """The version to which differences may refer, if the version may be encoded."""
-        self._is_encoded = may_encode and self._compression is not None and self._choice.may_pay()
+        may_pay = self._compression is not None and self._choice.may_pay() and self._learned.may_encode()
+        self._is_encoded = may_encode and may_pay
         return self._snapshot.base_version if self._is_encoded and keeps_base(self._compression) else None
 
     def _describe_coding(self, base: int | None) -> dict[str, Any]:
         """The entries of a message about the coding of a version."""
-        return {"compression": self._compression, "encoded": self._is_encoded, "base": base}
+        factors = self._learned.factors if self._is_encoded else {}
+        return {"compression": self._compression, "encoded": self._is_encoded, "base": base, "factors": factors}
+
+    def _note_times(self, seconds: float, decoding: Mapping[str, float]) -> None:
+        """Learn from a version that all engines have confirmed."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        if sent.is_encoded:
+            measured = {name: (sent.decoding[name], decoding.get(name, 0.0)) for name in sent.decoding}
+            self._learned.add_coding(sent.encoding, measured)
+        self._learned.add_version(sent.is_encoded, seconds, sent.raw_bound)
 
     def watch(self, is_done: Callable[[], bool]) -> None:
         """Let the first living rank lead the trainer, if the ranks before it end while a version is being sent.
@@ -98,28 +119,34 @@ class Sender:
         Args:
             is_done: whether this rank knows what became of the version.
         """
-        team, asked = self._team, 0
+        with self._watch_lock:
+            self._is_done, self._asked = is_done, 0
+            if self._team.rank and not self._is_watching:
+                self._is_watching = True
+                self._look_later()
 
-        def look() -> None:
-            nonlocal asked
-            if is_done() or team.is_closed:
+    def _look_later(self) -> None:
+        timer = threading.Timer(min(DISPATCH_CHECK_INTERVAL_SECONDS * self._team.rank, MAX_WATCH_SECONDS), self._look)
+        timer.daemon = True
+        timer.start()
+
+    def _look(self) -> None:
+        """Look whether the ranks before this one are alive. Many versions may pass between two looks."""
+        team = self._team
+        with self._watch_lock:
+            is_done, asked = self._is_done, self._asked
+            self._is_watching = not is_done() and not team.is_closed and asked < team.rank
+            if not self._is_watching:
                 return
-            with contextlib.suppress(RuntimeError):  # the store is lost, and the thread of the team says so
-                first = team.roster.first_living("trainer", team.id, range(asked, team.rank))
-                first = team.rank if first is None else first
-                if first != asked:
-                    asked = first
-                    team.outbox.post(team.address(first), {"kind": "lead"})
-            if asked < team.rank:
-                look_later()
-
-        def look_later() -> None:
-            timer = threading.Timer(min(DISPATCH_CHECK_INTERVAL_SECONDS * team.rank, MAX_WATCH_SECONDS), look)
-            timer.daemon = True
-            timer.start()
-
-        if team.rank:
-            look_later()
+        with contextlib.suppress(RuntimeError):  # the store is lost, and the thread of the team says so
+            first = team.roster.first_living("trainer", team.id, range(asked, team.rank))
+            first = team.rank if first is None else first
+            if first != asked:
+                with self._watch_lock:
+                    if self._is_done is is_done:
+                        self._asked = first
+                team.outbox.post(team.address(first), {"kind": "lead"})
+        self._look_later()
 
     def _lead(self) -> None:
         """Take over from the ranks before this one, which have ended."""
@@ -131,6 +158,7 @@ class Sender:
         """Send the snapshot to the engines of a message; every rank of the trainer does so at the same time."""
         times: dict[str, Any] = {}
         values: dict[str, Value] = {}
+        self._sent = None
         seconds = self._options.timeout_seconds + AGREE_SECONDS  # others may still be sending
         key, ranks = message["route"], message["ranks"]
         if self._team.rank not in ranks:  # the others take this rank for lost
@@ -147,7 +175,7 @@ class Sender:
                 digests = self._digest_snapshot()
                 sent = handle.wait(self._options.timeout_seconds)
             times.update(seconds=time.monotonic() - begun, **route.predict())
-            return {"digests": digests, "seconds": sent.seconds, "nbytes": sent.nbytes, "formats": sent.formats}
+            return {"digests": digests, **vars(sent)}
 
         try:
             group = self._team.group_of(ranks, key)
@@ -158,7 +186,7 @@ class Sender:
         else:
             outcome = Outcome(times=times, values=values)
             if self._compression is not None:
-                times |= self._note_transfer(message, reports, times["nbytes"])
+                times |= self._note_transfer(message, reports, times["nbytes"], times["bound_seconds"])
             if self._dispatcher is not None:
                 digests = {
                     engine: add_all([report["digests"][engine] for report in reports.values()])
@@ -178,6 +206,7 @@ class Sender:
         if self._encoded is None:
             self._encoded = EncodedTransfers(route, self._options, self._choice)
         base, snapshot = message["base"], self._snapshot
+        self._choice.factors = {name: (float(sides[0]), float(sides[1])) for name, sides in message["factors"].items()}
         problem = ""
         if base is not None and base != snapshot.base_version:
             problem = (
@@ -185,18 +214,29 @@ class Sender:
             )
         return self._encoded.start_sending(snapshot.arrays, None if base is None else snapshot.base, problem)
 
-    def _note_transfer(self, message: MailboxMessage, reports: Mapping[int, Any], plain: int) -> dict[str, Any]:
+    def _note_transfer(
+        self, message: MailboxMessage, reports: Mapping[int, Any], plain: int, raw_bound: float
+    ) -> dict[str, Any]:
         """Learn the rate of the link from a transfer; returns the entries of the report of the version."""
         route_and_format = message["route"], message["encoded"]
         seconds, nbytes = (max(report[name] for report in reports.values()) for name in ("seconds", "nbytes"))
         if message["encoded"]:
             self._choice.note(any(name != "raw" for report in reports.values() for name in report["formats"]))
-        self._choice.add_transfer(nbytes, seconds, plain, is_first=route_and_format not in self._seen)
+        is_first = route_and_format not in self._seen
+        self._choice.add_transfer(nbytes, seconds, plain, is_first)
+        is_raw = all(name == "raw" for report in reports.values() for name in report["formats"])
+        if not is_first and is_raw == (not message["encoded"]):  # no comparison of formats has ended in raw
+            predicted, measured = (
+                _sum_by_format(
+                    {name: both[side] for name, both in report["encoding"].items()} for report in reports.values()
+                )
+                for side in range(2)
+            )
+            decoding = _sum_by_format(report["decoding"] for report in reports.values())
+            encoding = {name: (predicted[name], measured[name]) for name in predicted}
+            self._sent = _SentVersion(not is_raw, encoding, decoding, raw_bound)
         self._seen = {seen for seen in self._seen if seen[0] == message["route"]} | {route_and_format}
-        formats: dict[str, int] = {}
-        for report in reports.values():
-            for name, size in report["formats"].items():
-                formats[name] = formats.get(name, 0) + size
+        formats = _sum_by_format(report["formats"] for report in reports.values())
         return {"formats": formats, "encoded_bytes": nbytes, "base": message["base"]}
 
     def _find_route(self, key: str, ranks: Sequence[int], engines: Mapping[str, Manifest]) -> Route:
@@ -224,3 +264,28 @@ class Sender:
             if id(checker) not in digests:
                 digests[id(checker)] = checker.digest_source(self._snapshot.arrays, self._rank)
         return {engine: digests[id(checker)] for engine, checker in self._checkers.items()}
+
+
+@dataclass(frozen=True)
+class _SentVersion:
+    """The coding of a version that has been sent.
+
+    Attributes:
+        is_encoded: whether a format other than raw was used.
+        encoding: ``{format: [predicted, measured] seconds}``, of all ranks together.
+        decoding: ``{format: predicted seconds}``, of the slowest rank.
+        raw_bound: lower bound of the seconds of a raw version.
+    """
+
+    is_encoded: bool
+    encoding: Mapping[str, Any]
+    decoding: Mapping[str, Any]
+    raw_bound: float
+
+
+def _sum_by_format(dicts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    sums: dict[str, Any] = {}
+    for times in dicts:
+        for name, seconds in times.items():
+            sums[name] = seconds + sums.get(name, 0)
+    return sums

@@ -16,7 +16,7 @@ from .schedule import Schedule
 MAX_ACTIONS, MAX_PP_RANKS = 1000, 64
 #: Lengths of actions where no costs are known: a whole backward takes as long as its two passes.
 _UNITS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
-_COLOURS = {Kind.F: "var(--src)", Kind.B: "var(--warm)", Kind.I: "var(--warm)", Kind.W: "var(--dst)"}
+_COLOURS = {Kind.F: "var(--src)", Kind.B: "var(--warm)", Kind.I: "var(--pale)", Kind.W: "var(--dst)"}
 _NAMES = {
     Kind.F: "forward",
     Kind.B: "backward",
@@ -31,7 +31,10 @@ STYLE = """
 .reshard .row i { position: absolute; top: 0; bottom: 0; font-style: normal; font-size: 11px; line-height: 20px;
   text-align: center; overflow: hidden; color: #000; box-shadow: inset 0 0 0 0.5px var(--bg); }
 .reshard .row u { text-decoration: none; line-height: 1.1; }
-@media (max-width: 600px) { .reshard .row { grid-template-columns: 2.6em minmax(0, 1fr) 5em; font-size: 11px; } }
+@media (max-width: 600px) {
+  .reshard .row { grid-template-columns: 2.6em minmax(0, 1fr) 5em; font-size: 11px; }
+  .reshard .row i { box-shadow: none; }  /* the lines between actions would hide the short ones */
+}
 """
 
 
@@ -71,8 +74,8 @@ def draw_in_units(schedule: Schedule) -> str:
     cut = describe_cut(schedule, part)
     return (
         f"{draw_rows(pieces, len(part.rank_actions), end, beside)}{draw_kinds(pieces)}<p>A forward is drawn as one "
-        f"unit of time and a whole backward as two. Numbers are microbatches; on the right, the most microbatches of "
-        f"each stage in flight.{cut}</p>"
+        f"unit of time and a whole backward as two. Each row is a pp rank, and numbers are microbatches. On the right "
+        f"are the most microbatches of each stage in flight.{cut}</p>"
     )
 
 

@@ -64,7 +64,8 @@ def to_html(
     body = (
         f"<h1>{escape(schedule.name)}: {format_seconds(timeline.makespan_seconds)}</h1>"
         f"<p>{count_of(schedule.num_stages, 'stage')} on {count_of(num_pp_ranks, 'pp rank')}, "
-        f"{count_of(schedule.num_microbatches, 'microbatch')}. Numbers are microbatches.{drawn} {text}</p>"
+        f"{count_of(schedule.num_microbatches, 'microbatch')}. Each row is a pp rank, and numbers are "
+        f"microbatches.{drawn} {text}</p>"
         f"{draw_kinds(pieces)}{draw_rows(pieces, num_pp_ranks, end, beside)}"
         f"<div class='row'><b></b><p class='ends'><span>0 s</span><span>{format_seconds(end)}</span></p></div>"
     )

@@ -82,10 +82,12 @@ def test_the_page_names_the_bottleneck():
         "<b class='hot'>Host 1 must receive 4 MiB and can receive 1.25 GB/s</b>: no plan is faster than 3.36 ms; "
         in page
     )
+    assert "4 MiB from 2 ranks on 1 host to 1 rank on 1 host</h1>" in page and "What would help" not in page
     plan = _plan("2x4", "S0 R R", "3x4", "S0 R R", shape=(1024, 1024, 512), strategy="send_recv")
     page = plan_to_html(plan)
     assert "<b class='hot'>Host 0 sends 4 GiB at 1.25 GB/s</b>, which needs 3.44 s: this plan takes" in page
     assert "No plan is faster than 859 ms, because host 0 holds 1 GiB that no other host has" in page
+    assert "Beyond the bound: messages that wait for each other (7" in page and "What would help: " in page
     boxes = HostBoxes.of(PLANS["pods"]())
     marked = boxes.find_traffic(("pod 1 down",))
     pods = [box.pod for box in boxes.all]

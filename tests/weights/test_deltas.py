@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import types
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ from reshard.errors import ArgumentError
 from reshard.testing.processes import run_processes
 from reshard.weights import Publisher, Subscriber, encoded
 from reshard.weights.format_choice import FormatChoice
+from reshard.weights.learned_times import LearnedTimes
 from reshard.weights.model import verify
 from reshard.weights.route import Route
 from tests.support.pausable_store import PausableStore
@@ -254,3 +258,42 @@ def _little_memory(rank, _, store):
 def test_a_model_of_too_many_rounds_is_an_error_of_the_handle():
     with PausableStore(2) as store:
         run_processes(_little_memory, 2, store, init_group=False)
+
+
+def _odd_clocks(rank, _, store):
+    """Ranks 0 and 1 hold replicas, and 2 is an engine. Each measures other times of coding."""
+    chance, now = random.Random(rank), [0.0]
+
+    def read_clock():
+        now[0] += 10.0 ** chance.uniform(-6.0, 0.0)
+        return now[0]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(FormatChoice, "link_rate", 1e8)
+        monkeypatch.setattr(LearnedTimes, "add_version", lambda *args: None)
+        monkeypatch.setattr(encoded, "time", types.SimpleNamespace(perf_counter=read_clock))
+        raw = _connect(store, ("trainer", rank) if rank < 2 else (), rank, 2 if rank < 2 else 1)
+        cut = _cut(0, 1, 0)
+        model = {name: value.bfloat16() if name != "steps" else value for name, value in _parts(0, cut).items()}
+        with (_trainer if rank < 2 else Subscriber)(model, raw) as side:
+            if rank == 2:
+                raw.set("joined", "")
+            _wait_for(raw, "joined")
+            found = []
+            for version in range(1, 9):
+                if rank < 2:
+                    _write(model, version, cut)
+                    report = side.publish(version).wait(100)
+                    found.append((report.base, sorted(report.formats.items())))
+                else:
+                    found.append(side.update(100) == version and _holds(model, version, cut))
+            return found, (side._sender._learned.factors if rank == 0 else {})
+
+
+def test_ranks_choose_alike_although_each_measures_other_times():
+    with PausableStore(3) as store:
+        (first, factors), (second, _), (engine, _) = run_processes(_odd_clocks, 3, store, init_group=False)
+    assert first == second and all(engine)
+    assert [base for base, _ in first[1:]] == [*range(1, 8)]  # otherwise the first attempt would have failed
+    assert max(map(max, factors.values())) == 4.0  # at other times, another format is fastest
+    assert len({str(formats) for _, formats in first}) > 2

@@ -10,7 +10,7 @@ from reshard.api.lossless.regions import bytes_of
 from reshard.codecs.formats import FORMATS, known_formats
 from reshard.errors import ArgumentError
 from reshard.weights import encoded_regions
-from reshard.weights.format_choice import FormatChoice, measure_setups, report_formats
+from reshard.weights.format_choice import FormatChoice, RegionChoice, find_share, measure_setups, report_formats
 
 SHAPES = [(), (1,), (7,), (0, 3), (5, 300), (3, 4, 50), (2, 3000)]
 
@@ -80,6 +80,7 @@ def _choice():
     for report in reports.values():
         report["rates"] = {name: [[5e9] * 4] * 2 for name in report["known"]}
         report["setups"] = {name: [3e-5, 2e-5] for name in report["known"]}
+        report["cores"] = ["machine", 2]
     choice.agree(reports)
     return choice
 
@@ -87,25 +88,25 @@ def _choice():
 def test_choice_follows_the_link_and_never_names_a_format_that_a_rank_lacks():
     new, base = _pair((700, 333), torch.bfloat16)
     choice = _choice()
-    assert choice.choose(new, base) == ("raw", 0.0) and choice.may_pay()  # the link is not known yet
+    assert choice.choose(new, base) == RegionChoice("raw") and choice.may_pay()  # the link is not known yet
     choice.add_transfer(10**6, 1.0, 10**6, is_first=True)
-    name, saved = choice.choose(new, base)
-    assert name == "bitmap" and saved > 0.2
-    assert choice.choose(new, None)[0] == "raw"
+    chosen = choice.choose(new, base)
+    assert chosen.name == "bitmap" and chosen.saved > 0.2
+    assert choice.choose(new, None).name == "raw"
     for _ in range(5):
         choice.add_transfer(10**6, 1e-6, 10**6, is_first=False)
     choice.add_transfer(10, 1.0, 10**6, is_first=False)  # too few bytes to tell
     assert choice.link_rate == 1e12 and not choice.may_pay()
-    assert choice.choose(new, base)[1] < 0
+    assert choice.choose(new, base).saved < 0
 
 
 def test_small_regions_are_not_left_out_where_differences_pay():
     choice = _choice()
     choice.add_transfer(10**6, 0.5, 10**6, is_first=True)
     new, base = _pair((32,), torch.bfloat16)
-    name, saved = choice.choose(new, base)  # 32 us on the link
-    assert name == "delta" and -1e-4 < saved < 0
-    assert choice.choose(new, None)[0] == "raw"
+    chosen = choice.choose(new, base)  # 32 us on the link
+    assert chosen.name == "delta" and -1e-4 < chosen.saved < 0
+    assert choice.choose(new, None).name == "raw"
 
 
 def test_times_of_small_regions_are_measured_and_those_of_the_slowest_rank_count():
@@ -120,7 +121,7 @@ def test_times_of_small_regions_are_measured_and_those_of_the_slowest_rank_count
         reports[1]["setups"] = {name: [slowest] * 2 for name in setups}
         choice.agree(reports)
         choice.add_transfer(10**6, 1.0, 10**6, is_first=True)
-        saved.append(choice.choose(new, base)[1])
+        saved.append(choice.choose(new, base).saved)
     assert saved[0] > 0 > saved[1]
 
 
@@ -138,3 +139,9 @@ def test_comparisons_that_end_in_raw_become_rare():
     assert gaps == [1, 2, 4, 8, 16, 32, 32]
     choice.note(pays=True)
     assert choice.may_pay()
+
+
+def test_ranks_that_share_cores_have_a_part_of_one():
+    reports = {rank: {"cores": ["a", 2] if rank < 4 else ["b", 8]} for rank in range(6)}
+    assert find_share(reports, range(4)) == find_share(reports, range(6)) == 0.5
+    assert find_share(reports, (0, 1, 4, 5)) == find_share(reports, ()) == 1.0

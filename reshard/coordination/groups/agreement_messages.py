@@ -109,7 +109,7 @@ class RoundRequest:
     def to_json(self) -> dict[str, Any]:
         """A dict of plain values, without copies of the request's values: a payload may be large."""
         tensors = {name: vars(tensor) for name, tensor in self.tensors.items()}
-        return {**vars(self), "tensors": tensors, "caller": asdict(self.caller)}
+        return {**vars(self), "tensors": tensors, "caller": vars(self.caller)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RoundRequest:

@@ -23,6 +23,8 @@ from reshard.coordination.groups.store import LOST_STORE_SECONDS, Store
 _READ = "-"
 #: Time that the owner waits for a message at a time. A message from the same process ends the wait.
 _WAIT = datetime.timedelta(days=1)
+#: The owner writes the number of messages that it has read after every so many of them. New senders begin there.
+_TAIL_INTERVAL = 8
 
 MailboxMessage = dict[str, Any]
 
@@ -92,10 +94,11 @@ class Mailbox:
         while True:
             key = f"{self.address}/{self._number}"
             self._store.wait([key], _WAIT)
-            text = self._store.get(key)
+            text = self._store.compare_set(key, "", _READ)  # changes nothing: the key exists; get would wait again
             self._store.set(key, _READ)
             self._number += 1
-            self._store.set(f"{self.address}/read", str(self._number))
+            if self._number % _TAIL_INTERVAL == 0:
+                self._store.set(f"{self.address}/read", str(self._number))
             with contextlib.suppress(ValueError, RecursionError):  # another program has written to the mailbox
                 message = json.loads(text)
                 if isinstance(message, dict) and isinstance(message.get("kind"), str):

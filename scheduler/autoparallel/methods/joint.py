@@ -41,7 +41,10 @@ def joint(problem: SearchProblem, below_seconds: float = math.inf) -> tuple[Cand
 
 @dataclass(frozen=True, order=True)
 class _Entry:
-    """A bottleneck time to be searched. ``seconds`` is a lower bound on its best plan, or the time of that plan."""
+    """A bottleneck time to be searched. ``seconds`` is a lower bound on its best plan, or the time of that plan.
+
+    An infinite bottleneck time stands for all that :func:`bottleneck_times` leaves out.
+    """
 
     seconds: float
     count: int
@@ -59,6 +62,7 @@ def best_plans(problem: SearchProblem, below_seconds: float = math.inf) -> Itera
     """
     tables: dict[int, Tables] = {}
     prices: dict[int, dict[int, tuple[float, float]]] = {}
+    trips: dict[int, float] = {}
     heap: list[_Entry] = []
     for count in problem.microbatch_counts:
         made = make_tables(problem, count)
@@ -67,10 +71,10 @@ def best_plans(problem: SearchProblem, below_seconds: float = math.inf) -> Itera
         tables[count], prices[count] = made, {}
         trip = made.min_trip()
         if trip < math.inf:
-            heap += [
-                _Entry(trip + (count - 1) * bottleneck_seconds, count, bottleneck_seconds, False, ())
-                for bottleneck_seconds in bottleneck_times(made)
-            ]
+            times = bottleneck_times(made)
+            heap += [_Entry(trip + (count - 1) * seconds, count, seconds, False, ()) for seconds in times]
+            heap.append(_Entry(trip + (count - 1) * times[-1], count, math.inf, False, ()))
+            trips[count] = trip
     heapq.heapify(heap)
     while heap and heap[0].seconds < below_seconds:
         entry = heapq.heappop(heap)
@@ -79,6 +83,10 @@ def best_plans(problem: SearchProblem, below_seconds: float = math.inf) -> Itera
             yield Candidate("joint", entry.stages, count, entry.seconds)
             continue
         made = tables[count]
+        if bottleneck_seconds == math.inf:
+            for seconds in longer_times(made, prices[count]):
+                heapq.heappush(heap, _Entry(trips[count] + (count - 1) * seconds, count, seconds, False, ()))
+            continue
         trip, excess, stages = made.best_stages(bottleneck_seconds, prices[count])
         if not stages:
             continue
@@ -86,6 +94,23 @@ def best_plans(problem: SearchProblem, below_seconds: float = math.inf) -> Itera
         heapq.heappush(
             heap, _Entry(trip + (count - 1) * bottleneck_seconds + excess, count, bottleneck_seconds, is_exact, stages)
         )
+
+
+def longer_times(tables: Tables, prices: dict[int, tuple[float, float]]) -> Iterator[float]:
+    """The bottleneck times, 1 % apart, above those of :func:`bottleneck_times` at which the best plan may be.
+
+    Transfers may take longer than all computation. Without a limit, the best plan has the least round trip and excess
+    of all plans, with one microbatch in flight. It is allowed at a bottleneck time as long as its round trip and its
+    ports, so no longer bottleneck time has a better plan.
+    """
+    trip, _, stages = tables.best_stages(math.inf, prices)
+    while stages and price_edges(tables, stages, prices):
+        trip, _, stages = tables.best_stages(math.inf, prices)
+    ports = tables.port_in.max() * tables.received.max() + tables.port_out.max() * tables.sent.max()
+    seconds = bottleneck_times(tables)[-1]
+    while stages and seconds < max(trip, ports):
+        seconds *= PACE_STEP
+        yield seconds
 
 
 def price_edges(tables: Tables, stages: Stages, prices: dict[int, tuple[float, float]]) -> bool:
@@ -106,7 +131,7 @@ def price_edges(tables: Tables, stages: Stages, prices: dict[int, tuple[float, f
 
 
 def bottleneck_times(tables: Tables) -> list[float]:
-    """Candidate bottleneck times, 1 % apart, from the lower bound to the time of a plan with one stage."""
+    """Candidate bottleneck times, 1 % apart, from the lower bound to the longest time of a plan with one stage."""
     num = len(tables.problem.graph.layers)
     total = tables.forward + tables.backward
     first = np.arange(num)

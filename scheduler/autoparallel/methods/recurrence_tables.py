@@ -301,16 +301,17 @@ def _find_options(
 def _port_seconds(problem: SearchProblem, begin: int, end: int) -> tuple[float, float]:
     """Seconds of the ports of a stage for a byte that it exchanges with the previous stage, and with the next stage.
 
-    If exactly one neighbour of a stage inside a host is on another host, the stage may use half of the port, because
-    another stage of its host uses the port, too.
+    On a host between two others, the first stage receives from one of them and the last stage sends to the other. Each
+    may use half of the port, because both directions of both edges pass it. On the first and on the last host, only
+    one stage uses the port, so it may use all of it.
     """
     cluster = problem.cluster
     parts = cluster.hosts_of(begin, end)
-    starts_host, ends_host = begin in cluster.host_starts, end in cluster.host_ends
-    before = starts_host and begin > 0
-    after = ends_host and end < cluster.num_ranks
+    before = begin in cluster.host_starts and begin > 0
+    after = end in cluster.host_ends and end < cluster.num_ranks
+    is_between = parts[0][0] not in (cluster.hosts[0][0], cluster.hosts[-1][0])
+    is_shared = len(parts) == 1 and before != after and is_between
     rate = sum(cluster.nic_bytes_per_second(host) for host, _, _ in parts)
-    is_shared = len(parts) == 1 and before != after and not (starts_host and ends_host)
     per_byte = 1.0 / rate / (SHARED_PORT if is_shared else 1.0)
     return per_byte * before, per_byte * after
 

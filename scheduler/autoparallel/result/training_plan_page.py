@@ -20,7 +20,7 @@ _MEMORY = {
     "activations": "var(--src)",
     "working memory": "var(--warm)",
     "buffers": "var(--dst)",
-    "end of a step": "var(--wait)",
+    "sums of shared gradients": "var(--wait)",
 }
 _STYLE = """
 .reshard .stage { display: grid; grid-template-columns: minmax(0, 15em) minmax(0, 1fr) minmax(0, 1fr); gap: 3px 16px;
@@ -35,7 +35,7 @@ def training_plan_to_html(training_plan: TrainingPlanRecord) -> str:
     text = escape(explain_training_plan(training_plan)[:MAX_TEXT])
     body = (
         f"<h1>{_title(training_plan)}</h1>{_describe(training_plan)}{_draw_stages(training_plan, MAX_STAGES)}"
-        f"<h2>Schedule {escape(training_plan.schedule.name)}</h2>{draw_in_units(training_plan.schedule)}"
+        f"<h2>Schedule: {escape(training_plan.schedule.name)}</h2>{draw_in_units(training_plan.schedule)}"
         f"<details><summary>Edges, other candidates, and all figures</summary><pre>{text}</pre></details>"
     )
     return draw_page("reshard search", body, _STYLE + ROWS)
@@ -50,8 +50,8 @@ def draw_stages(training_plan: TrainingPlanRecord) -> str:
 def _title(training_plan: TrainingPlanRecord) -> str:
     guess = " (a guess: the profile is an estimate)" if training_plan.is_guess else ""
     return (
-        f"{format_seconds(training_plan.seconds)}{guess} for {count_of(training_plan.num_samples, 'sample')} in "
-        f"{count_of(training_plan.num_microbatches, 'microbatch')}"
+        f"A step takes {format_seconds(training_plan.seconds)}{guess}, for "
+        f"{count_of(training_plan.num_samples, 'sample')} in {count_of(training_plan.num_microbatches, 'microbatch')}"
     )
 
 
@@ -62,7 +62,8 @@ def _describe(training_plan: TrainingPlanRecord) -> str:
     fullest = max(range(len(reports)), key=lambda number: _share(reports[number]))
     share = training_plan.bound_seconds / (training_plan.seconds or 1.0)
     return (
-        f"<p>{escape(training_plan.method)} found it. The busiest is <b class='hot'>stage {busiest}</b>: "
+        f"<p>The method {escape(training_plan.method)} found this plan. "
+        f"The busiest is <b class='hot'>stage {busiest}</b>: "
         f"{format_seconds(reports[busiest].busy_seconds)} of a step of {format_seconds(training_plan.seconds)}; no "
         f"plan takes less than {format_seconds(training_plan.bound_seconds)} ({share:.0%}). The fullest is stage "
         f"{fullest}: {_memory(reports[fullest])}.</p>{draw_keys(_TIME, 'time')}{draw_keys(_MEMORY, 'memory')}"

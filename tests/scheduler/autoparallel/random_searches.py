@@ -38,8 +38,8 @@ def make_graph(rng, num_layers, *, skips=True):
     return LayerGraph(tuple(layers), tuple(tensors), name="random")
 
 
-def make_cluster(rng, sizes, memory_bytes):
-    hosts = tuple(Host((Link.of(rng.choice([2e8, 1e9, 5e9])),)) for _ in sizes)
+def make_cluster(rng, sizes, memory_bytes, rates=(2e8, 1e9, 5e9)):
+    hosts = tuple(Host((Link.of(rng.choice(rates)),)) for _ in sizes)
     host_of_rank = tuple(host for host, size in enumerate(sizes) for _ in range(size))
     return Cluster(Topology(host_of_rank, hosts, inside_bytes_per_second=1e10), memory_bytes)
 
@@ -68,7 +68,8 @@ def tie_layers(rng, graph):
     return replace(graph, ties=tuple(ties))
 
 
-def make_problem(seed, *, max_layers=3, executable=True, grids=False, ties=False):
+def make_problem(seed, *, max_layers=3, executable=True, grids=False, ties=False, slow_links=False):
+    """A random problem. With ``slow_links``, no layer is divided, and transfers may take longer than all computation."""
     rng = random.Random(seed)
     graph = make_graph(rng, rng.randint(2, max_layers))
     if grids:
@@ -78,9 +79,10 @@ def make_problem(seed, *, max_layers=3, executable=True, grids=False, ties=False
     sizes = rng.choice([(1, 1), (2,), (2, 1), (2, 2), (1, 1, 1)])
     profile = LayerProfile.estimate(graph, flops_per_second=1e11)
     memory = rng.choice([1e9, 2e8, 1e8])
-    rules = ChoiceRules(executable=executable)
+    rules = ChoiceRules(executable=executable, **({"max_tp": 1, "grids": False} if slow_links else {}))
     counts = (rng.choice([2, 4]),)
-    return SearchProblem(graph, make_cluster(rng, sizes, memory), profile, 8, rules=rules, microbatch_counts=counts)
+    cluster = make_cluster(rng, sizes, memory, **({"rates": (1e6, 1e7, 1e8)} if slow_links else {}))
+    return SearchProblem(graph, cluster, profile, 8, rules=rules, microbatch_counts=counts)
 
 
 def make_problem_with_one_layer_off_grids(seed):

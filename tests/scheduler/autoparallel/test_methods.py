@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from reshard.scheduler import simulate_schedule
-from reshard.scheduler.autoparallel import Choice
+from reshard.scheduler.autoparallel import Choice, ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, Tensor
 from reshard.scheduler.autoparallel.costs.device_peaks import peak_of_stage
 from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_seconds
 from reshard.scheduler.autoparallel.costs.layer_costs import LayerCost, late_bytes, slowest_of, working_bytes
-from reshard.scheduler.autoparallel.costs.search_problem import Candidate
+from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, recurrence_tables
@@ -23,6 +23,7 @@ from reshard.scheduler.autoparallel.methods.auto_method import METHODS, auto, de
 from reshard.scheduler.autoparallel.methods.bounds import step_bound_of_any
 from reshard.scheduler.autoparallel.result.reports import balance_degrees
 from reshard.scheduler.schedules.classic import eager_1f1b, one_f_one_b
+from reshard.topology import Topology
 from tests.reference.recurrence import best_stages as reference_stages
 from tests.scheduler.autoparallel.random_searches import all_plans, make_problem, min_seconds, seconds_at
 
@@ -39,6 +40,8 @@ def check_joint(seed, **kinds):
         found = trip + (tables.num_microbatches - 1) * limit + excess if trip < math.inf else math.inf
         assert found == pytest.approx(least, rel=1e-9)
     first = next(joint.best_plans(problem), None)
+    while grid[-1] < 1e4 * joint.bottleneck_times(tables)[-1]:
+        grid.append(grid[-1] * joint.PACE_STEP)
     least = min(min_seconds(tables, plan, grid) for plan in plans)
     assert (math.inf if first is None else first.predicted_seconds) == pytest.approx(least, rel=1e-9)
 
@@ -60,6 +63,48 @@ def test_joint_finds_the_best_of_all_plans_with_grids(seed):
 def test_joint_finds_the_best_of_all_plans_with_ties(seed):
     assert make_problem(1000 + seed, ties=True).graph.ties
     check_joint(1000 + seed, ties=True, grids=seed % 2 == 1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_joint_finds_the_best_of_all_plans_behind_slow_links(seed):
+    check_joint(seed, slow_links=True)
+
+
+def chain_of_equal_layers(sizes, cut_bytes, *, memory=1e9, params=1000):
+    """Layers of 0.01 s a sample, one sample in each of 8 microbatches, and hosts with links of 1 MB/s."""
+    names = [f"layers.{index}" for index in range(len(cut_bytes) + 1)]
+    layers = tuple(Layer(name, "layer", 1e9 / 3, params, 1000.0, 1000.0) for name in names)
+    tensors = tuple(
+        Tensor(f"x{cut}", (nbytes // 4,), "float32", cut - 1, (cut,)) for cut, nbytes in enumerate(cut_bytes, 1)
+    )
+    graph = LayerGraph(layers, tensors, name="chain")
+    ranks = tuple(host for host, size in enumerate(sizes) for _ in range(size))
+    cluster = Cluster(Topology.uniform(ranks, 1e6), memory)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e11, efficiency=1.0)
+    return SearchProblem(graph, cluster, profile, 8, rules=ChoiceRules(recompute=(False,)), microbatch_counts=(8,))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "slow_cut"), [((2, 1), 4), ((1, 2), 2)], ids=["the first host has two", "the last host has two"]
+)
+def test_a_stage_may_use_all_of_a_port_that_no_other_stage_uses(sizes, slow_cut):
+    """The edge takes 0.75 times as long as each of equal stages."""
+    problem = chain_of_equal_layers(sizes, [15_000 if cut == slow_cut else 40 for cut in range(1, 6)])
+    found = joint.joint(problem)[0]
+    assert [stage.num_layers for stage in found.stages] == [2, 2, 2]
+    uneven = (2, 3, 1) if slow_cut == 4 else (1, 3, 2)
+    ends = itertools.accumulate(uneven)
+    others = [
+        StagePlan(end - n, end, r, r + 1, (Choice(),) * n) for r, (n, end) in enumerate(zip(uneven, ends, strict=True))
+    ]
+    assert evaluate(problem, found).seconds < evaluate(problem, Candidate("by hand", tuple(others), 8)).seconds
+
+
+def test_joint_finds_plans_whose_edges_take_longer_than_all_computation():
+    problem = chain_of_equal_layers((1, 1), [800_000], memory=2e7, params=1_000_000)
+    found = joint.joint(problem)
+    assert [stage.num_layers for stage in found[0].stages] == [1, 1]
+    assert found[0].predicted_seconds > 8 * 0.8
 
 
 @pytest.mark.parametrize("seed", range(8))
