@@ -188,22 +188,33 @@ def test_the_glossary_has_each_term_once_in_alphabetical_order():
     assert terms == sorted(set(terms))
 
 
+#: Folders to which paths in CONTRIBUTING may be relative.
+_RELATIVE_TO = (
+    "",
+    "reshard",
+    "reshard/coordination",
+    "reshard/planner/strategies",
+    "reshard/topology",
+    "scheduler",
+    "tests/scheduler",
+    "native/pipeline",
+)
+
+
 def test_files_that_contributing_names_exist():
     named = re.findall(r"`([\w/]+\.(?:py|pyi|h|cpp|md|toml))`", (ROOT / "CONTRIBUTING.md").read_text())
-    planner, native = "reshard/planner/strategies", "native/pipeline"
-    folders = [
-        "",
-        "reshard",
-        "reshard/coordination",
-        planner,
-        "reshard/topology",
-        "scheduler",
-        "tests/scheduler",
-        native,
-    ]
-    lost = [name for name in named if not any((ROOT / folder / name).exists() for folder in folders)]
+    lost = [name for name in named if not any((ROOT / folder / name).exists() for folder in _RELATIVE_TO)]
     assert len(named) > 60
     assert lost == []
+
+
+def test_names_that_contributing_says_a_file_has_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`([\w.]+)`\s+(?:in|of)\s+`([\w/]+\.(?:py|h|cpp))`", text)
+    assert len(named) > 35
+    for name, file in named:
+        path = next(path for folder in _RELATIVE_TO if (path := ROOT / folder / file).exists())
+        assert set(name.split(".")) <= set(re.findall(r"\w+", path.read_text())), f"{name} in {file}"
 
 
 def test_contributing_names_the_tests_of_every_package():
