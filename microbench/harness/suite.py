@@ -98,9 +98,9 @@ def plan_row(row: Row, key: str, contenders: Sequence[str], repeats: int, topolo
             continue
         plan = plan_tensors(row.tensors, strategy=name, topology=topology)
         bound = find_bound(plan).seconds
-        twin = next((other for other, seen in plans.items() if _are_equal(seen, plan)), None)
-        if twin is not None:
-            same_as[name] = twin
+        equal = next((other for other, seen in plans.items() if _are_equal(seen, plan)), None)
+        if equal is not None:
+            same_as[name] = equal
             continue
         plans[name] = plan
         turns.append(Contender(name, plan, min(repeats, SLOW_REPEATS) if _is_slow(plan) else repeats))

@@ -249,8 +249,8 @@ class Sender:
             targets = list(engines.values())
             self._checkers = {}
             for name, target in engines.items():  # engines with equal models share one
-                twin = next((other for other in self._checkers if engines[other] == target), None)
-                checker = Checker(manifest, target, pieces[name]) if twin is None else self._checkers[twin]
+                equal = next((other for other in self._checkers if engines[other] == target), None)
+                checker = Checker(manifest, target, pieces[name]) if equal is None else self._checkers[equal]
                 self._checkers[name] = checker
             options = replace(self._options, is_shared=self._compression is not None)
             route = Route(store, manifest, targets, list(pieces.values()), 0, self._rank, options)

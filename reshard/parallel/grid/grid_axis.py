@@ -127,15 +127,15 @@ class Axis:
         """
         self.failures.check()
         try:
-            twin = self._make(self.name, range(self.size))
+            private = self._make(self.name, range(self.size))
         except RuntimeError as error:
             if isinstance(error, ReshardError):
                 raise
             late = RemoteError(f"not all of {describe_ranks(self.ranks)} {called} within the time-out: {error}")
             raise self.failures.add(late) from error
         if self._memory is not None:
-            twin.share_memory()
-        return twin
+            private.share_memory()
+        return private
 
     def share_memory(self) -> None:
         """Move CPU tensors through shared memory from now on. All ranks of the axis, on one host, call this."""
