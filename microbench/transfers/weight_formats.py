@@ -39,10 +39,10 @@ from reshard.scheduler.training.data import TokenLoader, read_tokens
 from reshard.scheduler.training.models.making import make_model
 from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.topology import Topology
-from reshard.weights.encoded import MAX_KEPT
-from reshard.weights.encoded_regions import decode_region, encode_region, largest_size
-from reshard.weights.format_choice import FormatChoice, RegionChoice, find_cores, time_setups
-from reshard.weights.learned_times import LearnedTimes
+from reshard.weights.routes.encoded_regions import decode_region, encode_region, largest_size
+from reshard.weights.routes.encoded_transfers import MAX_KEPT
+from reshard.weights.routes.format_choice import FormatChoice, RegionChoice, find_cores, time_setups
+from reshard.weights.routes.learned_times import LearnedTimes
 
 CONFIG = GPTConfig(num_layers=3, num_heads=8, head_size=48, sequence=32, vocabulary=256)
 ROWS, WARMUP_STEPS, WARMUP_RATE = 2, 10, 1e-3

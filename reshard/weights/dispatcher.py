@@ -22,7 +22,7 @@ from reshard.weights.model.holdings import Value
 from reshard.weights.model.manifest import Manifest
 from reshard.weights.model.pieces import match
 from reshard.weights.model.verify import RegionDigests
-from reshard.weights.route import RouteOptions
+from reshard.weights.routes.route import RouteOptions
 
 #: Number of attempts to send a version to an engine.
 MAX_ATTEMPTS = 3

@@ -18,12 +18,12 @@ from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.formatting import count_of, format_bytes, format_seconds
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
-from reshard.weights.format_choice import check_compression, keeps_base
 from reshard.weights.membership.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
 from reshard.weights.model.holdings import Shard, StateReader
 from reshard.weights.model.manifest import merge_states, state_of_rank
 from reshard.weights.model.quantize import Quantize, Quantizer
-from reshard.weights.route import RouteOptions
+from reshard.weights.routes.format_choice import check_compression, keeps_base
+from reshard.weights.routes.route import RouteOptions
 from reshard.weights.sender import Sender
 from reshard.weights.snapshot import Snapshot
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from reshard.coordination import describe_error, rebuild_error
 from reshard.errors import RemoteError, ReshardError, TransferTimeoutError
-from reshard.weights.encoded import EncodedTransfers
 from reshard.weights.install import Installer, ReceiveInPlace, TensorsByName
 from reshard.weights.membership.attempts import SWAP, key_of
 from reshard.weights.membership.mailbox import MailboxMessage
@@ -25,7 +24,8 @@ from reshard.weights.model.holdings import Value
 from reshard.weights.model.manifest import Manifest
 from reshard.weights.model.pieces import RegionPair, compose, match
 from reshard.weights.model.verify import Checker, RegionDigests
-from reshard.weights.route import Route, RouteOptions
+from reshard.weights.routes.encoded_transfers import EncodedTransfers
+from reshard.weights.routes.route import Route, RouteOptions
 
 #: A function that one thread runs on behalf of another, and its result.
 DeferredCall = tuple[Callable[[], None], Future[None]]

@@ -13,9 +13,6 @@ import torch.distributed as dist
 
 from reshard.errors import ReshardError
 from reshard.weights.dispatcher import DISPATCH_CHECK_INTERVAL_SECONDS, Dispatcher, Outcome
-from reshard.weights.encoded import EncodedTransfers, RawHandle, SendingHandle
-from reshard.weights.format_choice import FormatChoice, keeps_base
-from reshard.weights.learned_times import LearnedTimes
 from reshard.weights.membership.mailbox import MailboxMessage
 from reshard.weights.membership.survivors import on_ranks
 from reshard.weights.membership.team import AGREE_SECONDS, Team, run_collectively
@@ -23,7 +20,10 @@ from reshard.weights.model.holdings import Value
 from reshard.weights.model.manifest import Manifest
 from reshard.weights.model.pieces import match
 from reshard.weights.model.verify import Checker, RegionDigests, add_all
-from reshard.weights.route import Route, RouteOptions
+from reshard.weights.routes.encoded_transfers import EncodedTransfers, RawHandle, SendingHandle
+from reshard.weights.routes.format_choice import FormatChoice, keeps_base
+from reshard.weights.routes.learned_times import LearnedTimes
+from reshard.weights.routes.route import Route, RouteOptions
 from reshard.weights.snapshot import Snapshot
 
 #: Longest time after which a rank looks again whether those before it are alive.

@@ -27,7 +27,7 @@ from reshard.weights.model.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.model.pieces import Side, Specs, match
 from reshard.weights.model.quantize import Quantize, Quantizer
 from reshard.weights.model.verify import Checker, add_all, view_of
-from reshard.weights.route import RouteOptions
+from reshard.weights.routes.route import RouteOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -21,7 +21,7 @@ from reshard.weights.model.holdings import Shard, read_state
 from reshard.weights.model.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.receiver import Receiver
 from reshard.weights.recorded_loader import LoadWeights, RecordedLoader, Recording
-from reshard.weights.route import RouteOptions
+from reshard.weights.routes.route import RouteOptions
 
 #: Interval at which to look whether a trainer is there.
 _LOOK_SECONDS = 0.05

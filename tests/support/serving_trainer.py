@@ -78,7 +78,7 @@ def train(rank, port, folder, timeout_seconds):
     from torch.distributed.tensor import distribute_tensor
 
     from reshard.vllm import TrainerEngine, TrainerInitInfo
-    from reshard.weights.route import Route
+    from reshard.weights.routes.route import Route
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)

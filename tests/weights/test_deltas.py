@@ -10,11 +10,12 @@ import torch
 
 from reshard.errors import ArgumentError
 from reshard.testing.processes import run_processes
-from reshard.weights import Publisher, Subscriber, encoded
-from reshard.weights.format_choice import FormatChoice
-from reshard.weights.learned_times import LearnedTimes
+from reshard.weights import Publisher, Subscriber
 from reshard.weights.model import verify
-from reshard.weights.route import Route
+from reshard.weights.routes import encoded_transfers
+from reshard.weights.routes.format_choice import FormatChoice
+from reshard.weights.routes.learned_times import LearnedTimes
+from reshard.weights.routes.route import Route
 from tests.support.pausable_store import PausableStore
 from tests.support.tensors import same_bytes
 from tests.weights.test_publisher_and_subscriber import _connect, _wait_for
@@ -206,7 +207,7 @@ def _fast_link(rank, _, store):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(FormatChoice, "link_rate", 1e15)
         made = []
-        monkeypatch.setattr(encoded.SendingHandle, "__init__", lambda *_: made.append(1) or 1 / 0)
+        monkeypatch.setattr(encoded_transfers.SendingHandle, "__init__", lambda *_: made.append(1) or 1 / 0)
         raw, cut = _connect(store, (), rank, 1), _cut(0, 1, 0)
         model = _parts(0, cut)
         if rank == 0:
@@ -238,7 +239,7 @@ def test_nothing_is_compared_where_no_format_can_pay():
 
 def _little_memory(rank, _, store):
     """Rank 0 trains; rank 1 gives so little memory that a version would take more rounds than are allowed."""
-    encoded.MAX_ROUNDS = 8
+    encoded_transfers.MAX_ROUNDS = 8
     raw, cut = _connect(store, (), rank, 1), _cut(0, 1, 0)
     model = _parts(0, cut)
     if rank == 0:
@@ -271,7 +272,7 @@ def _odd_clocks(rank, _, store):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(FormatChoice, "link_rate", 1e8)
         monkeypatch.setattr(LearnedTimes, "add_version", lambda *args: None)
-        monkeypatch.setattr(encoded, "time", types.SimpleNamespace(perf_counter=read_clock))
+        monkeypatch.setattr(encoded_transfers, "time", types.SimpleNamespace(perf_counter=read_clock))
         raw = _connect(store, ("trainer", rank) if rank < 2 else (), rank, 2 if rank < 2 else 1)
         cut = _cut(0, 1, 0)
         model = {name: value.bfloat16() if name != "steps" else value for name, value in _parts(0, cut).items()}

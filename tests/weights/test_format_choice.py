@@ -9,8 +9,8 @@ import torch
 from reshard.api.lossless.regions import bytes_of
 from reshard.codecs.formats import FORMATS, known_formats
 from reshard.errors import ArgumentError
-from reshard.weights import encoded_regions
-from reshard.weights.format_choice import FormatChoice, RegionChoice, find_share, measure_setups, report_formats
+from reshard.weights.routes import encoded_regions
+from reshard.weights.routes.format_choice import FormatChoice, RegionChoice, find_share, measure_setups, report_formats
 
 SHAPES = [(), (1,), (7,), (0, 3), (5, 300), (3, 4, 50), (2, 3000)]
 

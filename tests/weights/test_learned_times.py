@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from reshard.codecs.formats import FORMATS
-from reshard.weights.format_choice import FormatChoice
-from reshard.weights.learned_times import LearnedTimes, have_moved
+from reshard.weights.routes.format_choice import FormatChoice
+from reshard.weights.routes.learned_times import LearnedTimes, have_moved
 
 WORDS = 2**18
 NBYTES = 2 * WORDS

@@ -23,7 +23,7 @@ from reshard.topology import Host, Link, Topology
 from reshard.weights import Publisher, PublishReport, Subscriber, publisher as publisher_module
 from reshard.weights.model import verify
 from reshard.weights.receiver import Receiver
-from reshard.weights.route import Route
+from reshard.weights.routes.route import Route
 from tests.support.pausable_store import PausableStore
 
 pytestmark = pytest.mark.integration

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from reshard.errors import ReshardError, TransferTimeoutError
 from reshard.testing.processes import LaunchError, run_processes
 from reshard.weights import Publisher, Subscriber
-from reshard.weights.route import Route
+from reshard.weights.routes.route import Route
 from tests.support.pausable_store import PausableStore
 
 pytestmark = pytest.mark.integration

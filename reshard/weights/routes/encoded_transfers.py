@@ -24,11 +24,11 @@ from reshard.errors import ArgumentError, DisagreementError, RemoteError
 from reshard.formatting import format_ranks
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
-from reshard.weights.encoded_regions import decode_region, encode_region, find_header, largest_size
-from reshard.weights.format_choice import FormatChoice, find_share, report_formats
-from reshard.weights.learned_times import have_moved
 from reshard.weights.membership.team import run_collectively
-from reshard.weights.route import NUM_SHARES, Route, RouteOptions
+from reshard.weights.routes.encoded_regions import decode_region, encode_region, find_header, largest_size
+from reshard.weights.routes.format_choice import FormatChoice, find_share, report_formats
+from reshard.weights.routes.learned_times import have_moved
+from reshard.weights.routes.route import NUM_SHARES, Route, RouteOptions
 
 Arrays = Mapping[str, torch.Tensor]
 #: Versions for which the formats of regions are kept.

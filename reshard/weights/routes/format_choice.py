@@ -34,7 +34,7 @@ from reshard.codecs.rates import measure_format_rates, slowest_rates
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
-from reshard.weights.encoded_regions import decode_region, encode_region, largest_size, sample_region
+from reshard.weights.routes.encoded_regions import decode_region, encode_region, largest_size, sample_region
 
 #: Values of ``compression=`` of a Publisher, and whether the format of a region may refer to the version before.
 COMPRESSIONS = {"delta": True, "lossless": False}
