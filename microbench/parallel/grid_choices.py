@@ -28,8 +28,8 @@ from microbench.parallel.grid_links import measure_grid_links
 from reshard.cli.progress_bars import print_line, track
 from reshard.coordination.device_mesh import make_device_mesh
 from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients
+from reshard.parallel.choice.grid_choice import GridCost
 from reshard.parallel.grid import AXES
-from reshard.parallel.grid_choice import GridCost
 from reshard.scheduler.training.models.gpt import GPT
 from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.topology import Topology

@@ -32,7 +32,7 @@ from microbench.parallel.layers import GridShape, LinearStack, layer_products, t
 from reshard.cli.progress_bars import print_line, track
 from reshard.coordination.device_mesh import make_device_mesh
 from reshard.parallel import Grid
-from reshard.parallel.axis_costs import find_axis_cost, find_product_seconds
+from reshard.parallel.choice.axis_costs import find_axis_cost, find_product_seconds
 from reshard.parallel.grid import AXES
 from reshard.parallel.grid.cuts import chunk_spans, size_of
 from reshard.parallel.products.dataflow import PANEL_WIDTH

@@ -15,7 +15,7 @@ from microbench.harness.case_options import add_number
 from microbench.harness.table import Table
 from reshard.cli.progress_bars import print_line, track
 from reshard.parallel import TransformerSizes, choose_grid
-from reshard.parallel.grid_choice import GridCost
+from reshard.parallel.choice.grid_choice import GridCost
 from reshard.topology import Topology
 
 SEQUENCE = 512

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.dtypes import ITEMSIZE, dtype_name
-from reshard.parallel.axis_costs import AxisCost, find_axis_cost
+from reshard.parallel.choice.axis_costs import AxisCost, find_axis_cost
+from reshard.parallel.choice.grid_layer_cost import GridLayerCost, GridLoad, LayerSizes, find_layer_cost
 from reshard.parallel.grid.cuts import AXES
-from reshard.parallel.grid_layer_cost import GridLayerCost, GridLoad, LayerSizes, find_layer_cost
 from reshard.topology import Host, Link, Topology
 
 from ..inputs.layer_choices import Choice, ChoiceRules, GridShape
@@ -39,8 +39,8 @@ def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostIn
     """The cost of a layer on a grid for one microbatch. See :func:`~.costs.layer_costs.layer_cost`.
 
     Computation takes the busiest rank's share of the profiled time of one rank. Communication takes the time of
-    :func:`~reshard.parallel.grid_layer_cost.find_layer_cost` for a rank of that speed. Gradients are summed over the
-    depth once in a step; such a sum keeps a copy of them.
+    :func:`~reshard.parallel.choice.grid_layer_cost.find_layer_cost` for a rank of that speed. Gradients are summed
+    over the depth once in a step; such a sum keeps a copy of them.
     """
     sizes = layer.grid_sizes
     assert sizes is not None

@@ -13,7 +13,7 @@ from reshard.arguments import check_arguments
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
-from reshard.parallel.grid_layer_cost import LayerSizes
+from reshard.parallel.choice.grid_layer_cost import LayerSizes
 
 from .text_files import explain_refusal, read_object
 

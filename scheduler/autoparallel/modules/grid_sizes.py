@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from reshard.parallel.choice.grid_layer_cost import LayerSizes
 from reshard.parallel.conversion import find_refusal
-from reshard.parallel.grid_layer_cost import LayerSizes
 
 from ...pipe.partition.blocks import BlockStage
 from ...pipe.partition.stage_graph import Value

@@ -9,7 +9,7 @@ import math
 import random
 from dataclasses import replace
 
-from reshard.parallel.grid_layer_cost import LayerSizes
+from reshard.parallel.choice.grid_layer_cost import LayerSizes
 from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, Tensor
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost

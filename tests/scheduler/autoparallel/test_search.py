@@ -16,7 +16,7 @@ import pytest
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, TopologyError
 from reshard.formatting import format_bytes
-from reshard.parallel.axis_costs import find_axis_cost
+from reshard.parallel.choice.axis_costs import find_axis_cost
 from reshard.parallel.grid.cuts import AXES
 from reshard.scheduler import check_schedule
 from reshard.scheduler.autoparallel import (

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from reshard.errors import ArgumentError
 
+from ..grid.cuts import chunk_spans, size_of
+from ..products.dataflow import PANEL_WIDTH, LayerProducts, ProductShape
 from .axis_costs import AxisCost, find_exchange_seconds, find_product_seconds
-from .grid.cuts import chunk_spans, size_of
-from .products.dataflow import PANEL_WIDTH, LayerProducts, ProductShape
 
 #: Collectives of a norm: a forward sums values and then squares, a backward sums both at once.
 _NORM_FORWARD, _NORM_BACKWARD = 2, 1

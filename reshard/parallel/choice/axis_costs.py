@@ -12,8 +12,8 @@ import numpy as np
 
 from reshard.topology import Link, Topology
 
-from .grid.cuts import size_of
-from .products.dataflow import Dataflows, LayerProducts, busiest_elements
+from ..grid.cuts import size_of
+from ..products.dataflow import Dataflows, LayerProducts, busiest_elements
 
 
 @dataclass(frozen=True)

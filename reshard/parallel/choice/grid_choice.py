@@ -15,10 +15,10 @@ from reshard.errors import ArgumentError
 from reshard.formatting import brief, format_bytes
 from reshard.topology import Topology
 
+from ..grid.cuts import AXES, chunk_spans, size_of
+from ..products.dataflow import PANEL_WIDTH
 from .axis_costs import find_axis_cost
-from .grid.cuts import AXES, chunk_spans, size_of
 from .grid_layer_cost import GridLoad, find_layer_cost
-from .products.dataflow import PANEL_WIDTH
 from .transformer import TransformerSizes
 
 #: Elements that a layer saves for its backward, per token and hidden feature: inputs of products and norms,
