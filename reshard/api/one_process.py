@@ -372,11 +372,13 @@ def _read_shards(shards: Mapping[int, Array]) -> dict[int, Array]:
         if not is_tensor and (not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray)):
             raise ArgumentError(f"rank {rank} holds {type(array).__name__}, not a NumPy array or a torch tensor")
         if is_tensor:
-            from reshard.api.arrays.tensor_checks import check_dense  # imports torch
+            from reshard.api.arrays.tensor_checks import check_dense, find_storage_problem  # imports torch
 
             if hasattr(array, "device_mesh"):
                 raise ArgumentError(f"rank {rank} holds a DTensor; pass its to_local(), which is the shard of one rank")
             check_dense(array, "shards", rank)
+            if not array.is_meta and (problem := find_storage_problem(array)):
+                raise ArgumentError(f"rank {rank} holds a {problem}")
         kinds[is_tensor] = rank
         arrays[rank] = array.detach() if is_tensor else array
     if len(kinds) > 1:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.api.arrays.dtensors import is_dtensor
-from reshard.api.arrays.tensor_checks import DEVICE_TYPES, has_overlapping_elements
+from reshard.api.arrays.tensor_checks import DEVICE_TYPES, find_storage_problem, has_overlapping_elements
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host, sum_over_hosts
@@ -210,6 +210,8 @@ class GradientSum:
             raise ArgumentError(
                 f"the gradient of {name!r} has overlapping elements: its strides are {gradient.stride()}"
             )
+        if problem := find_storage_problem(gradient):
+            raise ArgumentError(f"the gradient of {name!r} is a {problem}")
         kept = self._errors.size_of(name)
         if kept is not None and kept != gradient.numel():
             raise ArgumentError(

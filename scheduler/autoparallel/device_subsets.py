@@ -101,7 +101,8 @@ def _search_parts(whole: _ClusterPart, report: Report) -> list[_ClusterPart]:
     # The part with the fastest quick plan is searched first, with all moves: its plans then rule out plans of other
     # parts. The bound of the work alone takes less time, so the better bound is computed for promising parts only.
     queue = [
-        (0.0 if number == promising else work_bound(part.problem), number, False) for number, part in enumerate(parts)
+        (-math.inf if number == promising else work_bound(part.problem), number, False)
+        for number, part in enumerate(parts)
     ]
     heapq.heapify(queue)
     searched: list[_ClusterPart] = []

@@ -82,3 +82,10 @@ def test_tensors_of_eight_dims_move_and_of_nine_are_refused():
     assert all(same_bytes(out[rank], take_shard(dst, rank, whole)) for rank in dst.ranks)
     with pytest.raises(LayoutError, match="at most 8"):
         make_plan(src, dst, (*shape, 1), "int64")
+
+
+def test_shard_without_memory_is_refused():
+    shard = torch.ones(3, 4)
+    shard.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match="rank 1 holds a Tensor that has no storage"):
+        reshard_local({0: torch.ones(3, 4), 1: shard}, ROWS, COLS)

@@ -72,6 +72,12 @@ with torch.inference_mode():
     INFERENCE = torch.ones(8)
 
 
+def _without_storage():
+    gradient = torch.ones(8)
+    gradient.untyped_storage().resize_(0)
+    return gradient
+
+
 def _wrong_gradients(rank):
     summed = GradientSum("int4x128", host_of_rank=HOSTS, feedback=True)
     for wrong, text in (
@@ -91,6 +97,7 @@ def _wrong_gradients(rank):
         (torch.ones(8).to_sparse(), "must be a dense tensor on cpu or cuda"),
         (torch.ones(8, dtype=torch.float64), "is float64; supported are float32, bfloat16, float16"),
         (torch.ones(1).expand(8), "overlapping"),
+        (_without_storage(), "a Tensor that has no storage"),
         (INFERENCE, "made in inference mode"),
         (DTensor.from_local(torch.ones(8), init_device_mesh("cpu", (4,)), [Partial()]), "a DTensor with a pending sum"),
         (torch.ones(8, device="meta"), "must be a dense tensor on cpu or cuda, not on meta"),

@@ -6,10 +6,12 @@ import subprocess
 import sys
 
 import numpy as np
+import pytest
 import torch
 
+from reshard.errors import ArgumentError
 from reshard.weights.model import region_digests
-from reshard.weights.model.holdings import read_state
+from reshard.weights.model.holdings import StateReader, read_state
 from reshard.weights.model.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.model.pieces import match
 from reshard.weights.model.region_digests import LocatedRegions
@@ -88,3 +90,18 @@ def test_a_program_may_end_while_a_thread_holds_digests():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not run.stderr
+
+
+def test_tensor_without_memory_is_refused_before_it_is_read():
+    """FSDP1 frees the storage of its parameters after each use; reading one would end the process."""
+    model = {"a": torch.zeros(5), "b": torch.zeros(6)[2:], "empty": torch.zeros(0)}
+    reader = StateReader(model, None)
+    reader.read()
+    model["b"].untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match="'b' is a Tensor that has no storage"):
+        reader.read()
+    model["b"].untyped_storage().resize_(8)
+    with pytest.raises(ArgumentError, match="'b' is a tensor that ends at byte 24 of a storage of 8 bytes"):
+        reader.read()
+    model["b"].untyped_storage().resize_(24)
+    assert reader.read().holdings.keys() == model.keys()

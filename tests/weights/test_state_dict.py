@@ -112,12 +112,12 @@ def test_mistakes_are_named_on_all_ranks_alike():
     for text, part in zip(
         texts,
         (
-            "'c') that only the source has; if the sides name or divide",
+            "'c') that only the source has; name them in a weights.Drop of rules= if they are not needed",
             "'b' has shape [2], but [4] on the source; if a rank holds a part of it, pass a DTensor, or state the part by "
             "shards=",
             "('e') that the source does not have, and 1 tensor ('c') that only the source has; if the sides name or divide "
             "the same weights in different ways, say how by rules=",
-            "'d') that the source does not have",
+            "'d') that the source does not have; pass a mapping without them if they keep their values",
             "'b' has shape [4, 1], but [4] on the source",
             "cannot cast float32 to int8",
             "'b' is on the meta device",

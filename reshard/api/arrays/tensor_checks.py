@@ -87,16 +87,21 @@ def check_movable(array: Any, what: str, rank: int) -> None:
             f"{what}: rank {rank} passes a tensor on {device}, but its current device is "
             f"cuda:{torch.cuda.current_device()}; call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first"
         )
+    if problem := find_storage_problem(array):
+        raise ArgumentError(f"{what}: rank {rank} passes a {problem}")
+
+
+def find_storage_problem(array: torch.Tensor) -> str:
+    """The reason why the elements of a dense tensor are not in memory; empty if they are."""
     if not array.numel():
-        return
+        return ""
     storage = array.untyped_storage()
     if storage.device.type == "meta" or not _has_memory(storage):
-        raise ArgumentError(f"{what}: rank {rank} passes a {type(array).__name__} that has no storage")
+        return f"{type(array).__name__} that has no storage"
     needed = _address_range(array)[1] - storage.data_ptr()
     if needed > storage.nbytes():
-        raise ArgumentError(
-            f"{what}: rank {rank} passes a tensor that ends at byte {needed} of a storage of {storage.nbytes()} bytes"
-        )
+        return f"tensor that ends at byte {needed} of a storage of {storage.nbytes()} bytes"
+    return ""
 
 
 def _has_memory(storage: torch.UntypedStorage) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.api.arrays.dtensors import is_dtensor
+from reshard.api.arrays.tensor_checks import find_storage_problem
 from reshard.errors import ArgumentError
 from reshard.sharding import Box, Layout, Mesh, RegionLayout, check_shape
 
@@ -178,6 +179,8 @@ def _read_tensor(name: str, tensor: torch.Tensor, shard: Shard | None) -> Holdin
         raise ArgumentError(f"{name!r} is on the meta device: give it memory first (model.to_empty)")
     if type(array) not in _PLAIN or array.layout is not torch.strided:
         raise ArgumentError(f"{name!r} is a {type(array).__name__} of layout {array.layout}; weights are plain tensors")
+    if problem := find_storage_problem(array):
+        raise ArgumentError(f"{name!r} is a {problem}: wait until its weights are gathered or loaded")
     return Holding(array, shape, boxes)
 
 

@@ -183,10 +183,16 @@ def match(source: Manifest, target: Manifest, what: str) -> list[RegionPair]:
             name, shape, rule = misfit
             raise ArgumentError(_describe_shapes(what, name, wanted[name], shape, rule))
         advice = _advise(target, shapes, wanted, missing, extra)
-        raise ArgumentError(
-            f"{what}: {', and '.join(unmatched)}{advice}; if the sides name or divide the same weights in "
-            "different ways, say how by rules=, for example with weights.Rename or weights.Drop"
-        )
+        if not missing:
+            remedy = "name them in a weights.Drop of rules= if they are not needed"
+        elif not extra:
+            remedy = "pass a mapping without them if they keep their values, or say by rules= where they come from"
+        else:
+            remedy = (
+                "if the sides name or divide the same weights in different ways, say how by rules=, for example with "
+                "weights.Rename or weights.Drop"
+            )
+        raise ArgumentError(f"{what}: {', and '.join(unmatched)}{advice}; {remedy}")
     if not pieces:
         raise ArgumentError(f"{what} has no tensors")
     check_pieces(pieces, rules, source, target, what)

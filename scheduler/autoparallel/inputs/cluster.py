@@ -18,8 +18,8 @@ from reshard.topology import Topology, topology_to_json
 
 #: A cluster with less memory per device is refused: its unit is probably wrong.
 MIN_MEMORY_BYTES = 1 << 20
-#: A choice is a number of devices on each host and an order of the hosts. If a cluster has at most this many choices,
-#: all are parts.
+#: A choice is a number of devices of each type on each host and an order of the hosts. If a cluster has at most this
+#: many choices, all are parts.
 MAX_COMBINATIONS = 50
 #: Rate inside hosts if the topology gives none.
 UNLIMITED_BYTES_PER_SECOND = 1e15
@@ -135,16 +135,17 @@ class Cluster:
 
         Usually the parts are: one device, some devices of a host, each host, the devices of each type on each host and
         on all hosts, and the first hosts by rate and by speed. A small cluster has at most :data:`MAX_COMBINATIONS`
-        choices of a number of devices on each host and an order of the hosts. Its parts are these choices, and the
-        devices of each type on each host. The fastest devices of a host come first. Of equal parts, only the first is
-        listed.
+        choices of a number of devices of each type on each host and an order of the hosts, or of a number of the
+        fastest devices on each host. Its parts are these choices, and the devices of each type on each host. The
+        fastest devices of a host come first. Of equal parts, only the first is listed.
 
         Args:
             speeds: the speed of each type of device.
         """
         speeds = speeds or {}
         hosts = [self._fastest_first(first, end, speeds) for _, first, end in self.hosts]
-        parts = list(_combinations(hosts))
+        parts = list(_combinations([self._subsets(ranks) for ranks in hosts]))
+        parts = parts or list(_combinations([_prefixes(ranks) for ranks in hosts]))
         if not parts:
             for ranks in hosts:
                 sizes = [1 << power for power in range(len(ranks).bit_length()) if 1 << power < len(ranks)]
@@ -167,6 +168,15 @@ class Cluster:
             return -speed, -self.memory_of(rank, rank + 1)
 
         return tuple(sorted(range(first, end), key=key))
+
+    def _subsets(self, ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Ranks of a host: each number of devices of each type and memory, in the given order."""
+        kinds: dict[tuple[str, float], list[int]] = {}
+        for rank in ranks:
+            device_type = self.device_types[rank] if self.device_types else ""
+            kinds.setdefault((device_type, self.memory_of(rank, rank + 1)), []).append(rank)
+        firsts = (_prefixes(tuple(alike)) for alike in kinds.values())
+        return [tuple(itertools.chain.from_iterable(chosen)) for chosen in itertools.product(*firsts)]
 
     def _of_type(self, device_type: str, hosts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """The ranks of a type of device on each host that has any."""
@@ -262,13 +272,21 @@ class Cluster:
         return tuple(sorted(sizes))
 
 
-def _combinations(hosts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """All choices of a number of ranks of each host and an order of the hosts; nothing if there are too many."""
-    if math.prod(len(ranks) + 1 for ranks in hosts) * math.factorial(len(hosts)) > MAX_COMBINATIONS:
+def _prefixes(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The first ranks of a host, for each number of ranks."""
+    return [ranks[:count] for count in range(len(ranks), -1, -1)]
+
+
+def _combinations(choices: Sequence[Sequence[tuple[int, ...]]]) -> Iterator[tuple[int, ...]]:
+    """All choices of the ranks of each host and an order of the hosts; nothing if there are too many.
+
+    Args:
+        choices: for each host, the ranks that may be chosen.
+    """
+    if math.prod(map(len, choices)) * math.factorial(len(choices)) > MAX_COMBINATIONS:
         return
-    for counts in itertools.product(*(range(len(ranks) + 1) for ranks in hosts)):
-        used = [ranks[:count] for ranks, count in zip(hosts, counts, strict=True) if count]
-        for order in itertools.permutations(used):
+    for chosen in itertools.product(*choices):
+        for order in itertools.permutations(filter(None, chosen)):
             if order:
                 yield tuple(itertools.chain.from_iterable(order))
 

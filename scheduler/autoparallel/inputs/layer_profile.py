@@ -50,7 +50,7 @@ class LayerTimes:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not _is_number(value, 0, 1e15):
-                raise ArgumentError(f"{name} of a measurement is {brief(value)}; it must be a number of at least 0")
+                raise ArgumentError(f"{name} of a measurement is {brief(value)}; it must be a number from 0 to 1e15")
         if type(self.num_samples) is not int or self.num_samples < 1:
             raise ArgumentError(f"a measurement has {self.num_samples!r} samples; it needs an integer of at least 1")
 
@@ -79,7 +79,7 @@ class ClassTimes:
         for name in ("all_gather_seconds", "reduce_scatter_seconds"):
             if not _is_number(getattr(self, name), 0, 1e15):
                 raise ArgumentError(
-                    f"{name} of a layer class is {brief(getattr(self, name))}; it must be a number of at least 0"
+                    f"{name} of a layer class is {brief(getattr(self, name))}; it must be a number from 0 to 1e15"
                 )
         object.__setattr__(
             self, "measured", tuple(sorted(self.measured, key=lambda layer_times: layer_times.num_samples))

@@ -46,8 +46,9 @@ MAX_SUMS = 250_000_000
 NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
 #: Computations that may be simulated to make a training plan fit that just does not.
 SHRINK_BUDGET = 4_000
-#: Number of the best training plans for which ``auto_schedule`` is tried at the end.
-NUM_THOROUGH = 2
+#: ``NUM_THOROUGH``: number of the best training plans for which ``auto_schedule`` is tried at the end. It is also tried
+#: for the best one of each number of microbatches that takes at most ``NEAR_THOROUGH`` times as long as the best.
+NUM_THOROUGH, NEAR_THOROUGH = 2, 1.1
 #: Two numbers: of the best training plans whose meshes interleaved candidates use, and of interleaved candidates that
 #: are simulated.
 NUM_INTERLEAVED, MAX_INTERLEAVED = 8, 24
@@ -165,7 +166,8 @@ def refine(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Ev
             evaluations.append(better)
     evaluations.sort(key=order)
     for is_interleaved in (False, True):
-        for item in [item for item in evaluations if item.candidate.is_interleaved is is_interleaved][:NUM_THOROUGH]:
+        alike = [item for item in evaluations if item.candidate.is_interleaved is is_interleaved]
+        for item in _finalists(alike):
             evaluations[evaluations.index(item)] = _thorough(problem, item)
     evaluations.sort(key=order)
     if evaluations and not evaluations[0].short_bytes:
@@ -173,6 +175,16 @@ def refine(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Ev
         evaluations += [_thorough(problem, item) for item in shared]
         evaluations += _change_alike(problem, min(evaluations, key=order))
     return sorted(evaluations, key=order)
+
+
+def _finalists(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
+    """The evaluations, the fastest first, for which ``auto_schedule`` is tried: see :data:`NUM_THOROUGH`."""
+    best_of: dict[int, Evaluation] = {}
+    for item in evaluations:
+        if not item.short_bytes and item.seconds <= evaluations[0].seconds * NEAR_THOROUGH:
+            best_of.setdefault(item.candidate.num_microbatches, item)
+    first = list(evaluations[:NUM_THOROUGH])
+    return first + [item for item in best_of.values() if item not in first]
 
 
 def _change_alike(problem: SearchProblem, best: Evaluation) -> list[Evaluation]:

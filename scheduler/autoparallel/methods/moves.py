@@ -26,9 +26,14 @@ def neighbours(problem: SearchProblem, candidate: Candidate) -> Iterator[Candida
 
 
 def changed_alike(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
-    """The candidate with the same ZeRO or recomputation in all stages, or with another number of microbatches."""
+    """Candidates with the same ZeRO or recomputation in all stages, two stages exchanged, or other microbatches.
+
+    An exchange is also combined with the same ZeRO or recomputation: it may gain only if backwards can then be split.
+    """
     count = candidate.num_microbatches
-    for changed in _alike(problem, candidate.stages):
+    alike = tuple(_alike(problem, candidate.stages))
+    exchanged = itertools.chain.from_iterable(_exchanged(problem, stages) for stages in (candidate.stages, *alike))
+    for changed in dict.fromkeys((*alike, *exchanged)):
         if changed != candidate.stages and _is_valid(problem, changed, count):
             yield replace(candidate, method="auto", stages=changed, predicted_seconds=None)
     yield from _other_counts(problem, candidate)
@@ -120,6 +125,21 @@ def _merged(problem: SearchProblem, stages: Stages) -> Iterator[Stages]:
         layers = right.end_layer - left.first_layer
         merged = StagePlan(left.first_layer, right.end_layer, left.first_rank, right.end_rank, (choice,) * layers)
         yield (*stages[: index - 1], merged, *stages[index + 1 :])
+
+
+def _exchanged(problem: SearchProblem, stages: Stages) -> Iterator[Stages]:
+    """Two neighbours of unequal numbers of ranks in the other order, each with its number of layers and its choices."""
+    is_shared = len(set(pp_ranks_of(stages))) < len(stages)
+    for index in range(1, 1 if is_shared else len(stages)):
+        left, right = stages[index - 1], stages[index]
+        cut, middle = left.first_layer + right.num_layers, left.first_rank + right.num_ranks
+        if left.num_ranks == right.num_ranks or not (
+            problem.cluster.is_mesh(left.first_rank, middle) and problem.cluster.is_mesh(middle, right.end_rank)
+        ):
+            continue
+        first = StagePlan(left.first_layer, cut, left.first_rank, middle, right.choices)
+        second = StagePlan(cut, right.end_layer, middle, right.end_rank, left.choices)
+        yield (*stages[: index - 1], first, second, *stages[index + 1 :])
 
 
 def _with(stages: Stages, at: int, stage: StagePlan) -> Stages:

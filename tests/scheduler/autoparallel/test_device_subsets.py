@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,7 @@ from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods.auto_method import simplify
 from reshard.topology import CodecRate, Topology
-from tests.scheduler.autoparallel.random_searches import least_seconds, make_problem
+from tests.scheduler.autoparallel.random_searches import least_seconds, make_graph, make_problem
 
 GRAPH = LayerGraph.transformer(layers=4, hidden=256, heads=4, sequence=64, vocabulary=512)
 SLOW, FAST = (
@@ -43,7 +44,8 @@ def check_parts(seed):
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "seed", [*range(5), 88, 730_018, 730_149, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))]
+    "seed",
+    [*range(5), 88, 730_018, 730_149, 910_041, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))],
 )
 def test_no_plan_on_a_part_of_the_cluster_is_faster_than_the_choice_or_below_the_bound(seed):
     seconds, bound = check_parts(seed)
@@ -95,6 +97,24 @@ def test_the_fast_devices_of_mixed_hosts_work_without_the_slow_ones():
     assert found.seconds == search(GRAPH, Cluster(Topology.uniform((0,), 1e9), 1e9), FAST, num_samples=8).seconds
     many = Cluster(Topology.uniform((0, 0, 1, 1, 2, 2, 3, 3), 1e9), 1e9, device_types=("old", "new") * 4)
     assert {(1,), (1, 0), (1, 3, 5, 7), (0, 2, 4, 6)} <= set(many.parts({"old": 1.0, "new": 400.0}))
+
+
+def test_devices_of_one_type_work_without_others_of_their_host():
+    """The fast device has too little memory for its part; the slow ones of both hosts have enough."""
+    cluster = Cluster(Topology.uniform((0, 0, 1), 1e9), {"old": 2e8, "new": 1e8}, device_types=("old", "new", "old"))
+    assert {(0, 2), (1, 2), (1, 0)} <= set(cluster.parts({"old": 1.0, "new": 50.0}))
+    graph = make_graph(random.Random("types 15"), 2)
+    old, new = (LayerProfile.estimate(graph, flops_per_second=rate) for rate in (1e11, 5e12))
+    keep = {"num_microbatches": 1}
+    alone = search(graph, cluster.select((0, 2)), {"old": old}, num_samples=8, keep={**keep, "idle": False})
+    assert search(graph, cluster, {"old": old, "new": new}, num_samples=8, keep=keep).seconds <= alone.seconds
+
+
+def test_a_device_on_which_a_step_takes_no_time_is_searched_first():
+    """With 0 s as the limit, all other parts are excluded."""
+    graph = replace(GRAPH, layers=tuple(replace(layer, forward_flops=0.0) for layer in GRAPH.layers))
+    found = search(graph, Cluster(HOSTS, 1e9), LayerProfile.estimate(graph, flops_per_second=1e9), num_samples=8)
+    assert found.seconds == 0 and found.ranks == (0,)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +231,7 @@ def test_optional_codecs_that_no_engine_runs_exclude_no_part():
         {part.ranks for part in _search_parts(_ClusterPart((), problem), lambda done, step: None)}
         for problem in (raw, encoded)
     ]
-    assert (1, 2) in searched[0] & searched[1]
+    assert (0, 1) in searched[0] & searched[1]
 
 
 def simulate_plan(problem, num_microbatches, *ends, thorough=False):

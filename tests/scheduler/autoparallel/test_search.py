@@ -481,3 +481,15 @@ def test_the_same_zero_in_all_stages_is_tried_under_auto_schedule():
     for zero in (0, 3):
         assert found.seconds <= search(graph, cluster, profile, num_samples=32, keep={**keep, "zero": zero}).seconds
     assert found.stages[1].choices[0].zero == 3
+
+
+@pytest.mark.integration
+def test_auto_schedule_is_tried_for_the_best_plan_of_each_number_of_microbatches():
+    """16 microbatches are 3 % behind the best plan under the known schedules, and 6 % ahead under ``auto_schedule``."""
+    graph = LayerGraph.transformer(layers=4, hidden=256, heads=8, sequence=256, vocabulary=1000)
+    hosts = tuple(Host((Link.of(rate),)) for rate in (6.25e8, 3.125e9, 3.125e9))
+    cluster = Cluster(Topology((0, 1, 1, 2, 2, 2, 2), hosts, inside_bytes_per_second=2e10), 3e8)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e13)
+    keep = {"idle": False}
+    kept = search(graph, cluster, profile, num_samples=32, keep={**keep, "num_microbatches": 16})
+    assert search(graph, cluster, profile, num_samples=32, keep=keep).seconds <= kept.seconds * (1 + 1e-9)
