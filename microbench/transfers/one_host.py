@@ -1,8 +1,10 @@
 """A model of many tensors inside one host, compared with awex, and the prediction after calibration.
 
 Four trainer ranks hold a Llama of 75 tensors with FSDP, and four ranks get it with tensor parallelism over two ranks,
-twice, all on this machine. The transfer with which ``hosts --calibrate`` measures the ranks of a host together takes
-turns with the methods, so that predictions from its median rate meet the same load of the machine.
+twice, all on this machine. ``publish`` is the time until both engines hold a version of
+:class:`reshard.weights.Publisher`, verified by digests, and ``swap`` that of ``update``. The transfer with which
+``hosts --calibrate`` measures the ranks of a host together takes turns with the methods, so that predictions from its
+median rate meet the same load of the machine.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from microbench.harness.case_options import add_number
 from microbench.harness.turns import format_seconds, medians_of, slowest, time_in_turns
 from microbench.peers.base import NotApplicable, slices_of
 from microbench.peers.contenders import PEERS, make_ours
+from microbench.transfers.publication import Publication, make_group
 from microbench.transfers.weights import llama
 from reshard.cli.progress_bars import print_line
 from reshard.cost import find_bound, simulate
@@ -92,6 +95,25 @@ def measure(rank: int, repeats: int, scale: int) -> dict[str, Any]:
     methods: dict[str, Callable[[], object]] = {"calibration": calibration}
     methods |= {name: make_ours(plan, rank, sources, outs) for name, plan in plans.items()}
     methods["auto, sockets"] = functools.partial(_call_without_sharing, methods["auto, sockets"])
+    held = {spec: (spec.src_shards if rank in spec.src.ranks else spec.dst_shards).boxes_of(rank) for spec in specs}
+    publication = Publication(
+        {
+            spec.name: source if out is None else out
+            for spec, source, out in zip(specs, sources, outs, strict=True)
+            if held[spec]
+        },
+        make_group(rank, 2, 2),
+        rank in specs[0].src.ranks,
+        2,
+        topology=topology,
+        shards={spec.name: (spec.shape, [box for box, _ in boxes]) for spec, boxes in held.items() if boxes},
+    )
+
+    def publish() -> None:
+        publication.publish()
+        dist.barrier()  # the threads of the engines count too
+
+    methods |= {"publish": publish, "swap": publication.update}
     try:
         methods["awex"] = PEERS["awex"](specs, rank, sources, outs)
     except NotApplicable as reason:
@@ -100,12 +122,12 @@ def measure(rank: int, repeats: int, scale: int) -> dict[str, Any]:
 
     def prepare(name: str) -> None:
         for out in outs:
-            if out is not None and name != "calibration":
+            if out is not None and name not in ("calibration", "swap"):
                 out.zero_()
 
     def check(name: str) -> None:
         for spec, out in zip(specs, outs, strict=True):
-            if out is not None and name != "calibration":
+            if out is not None and name not in ("calibration", "publish"):
                 expected = _values(spec, slices_of(spec, spec.dst, rank))
                 assert torch.equal(out.view(torch.int16), expected.view(torch.int16)), (name, spec.name)
 
@@ -118,6 +140,7 @@ def measure(rank: int, repeats: int, scale: int) -> dict[str, Any]:
 
     turns = {name: functools.partial(count_cpu, name, method) for name, method in methods.items()}
     times = time_in_turns(turns, repeats, prepare=prepare, check=check, show=rank == 0)
+    publication.close()
     kept = {"topology": topology, "plans": plans, "nbytes": calibration.nbytes} if not rank else {}
     return {"times": times, "cpu": spent, **kept}
 
