@@ -226,7 +226,7 @@ class PipelineModel:
         self,
         seconds: Any,
         bytes: Any,
-        row: Any,
+        pp_rank: Any,
         src: Any,
         dst: Any,
         channel_seconds: Any,
@@ -238,15 +238,15 @@ class PipelineModel:
     def order(
         self,
         max_in_flight: Any,
-        row_bytes: Any,
+        pp_rank_bytes: Any,
         splits: Any,
         forward_first: bool,
         weights_first: bool,
         patience: float,
         group: int,
     ) -> list[list[int]]: ...
-    def ends(self, rows: list[list[int]], recvs_ahead: int) -> list[float]: ...
-    def peak_bytes(self, rows: list[list[int]]) -> list[float]: ...
+    def ends(self, order: list[list[int]], recvs_ahead: int) -> list[float]: ...
+    def peak_bytes(self, order: list[list[int]]) -> list[float]: ...
 
 class DigestedRegions:
     """Regions that are digested by one call; see ``reshard.weights.model.region_digests``."""

@@ -15,7 +15,7 @@ import torch
 from microbench.harness.table import Table
 from reshard import Mesh
 from reshard.scheduler import Pipeline, Stage, StageOutput, one_f_one_b
-from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.scheduler.training.models.gpt import GPT
 from reshard.scheduler.training.models.model_presets import GPTConfig
 from reshard.testing import run_processes
@@ -65,7 +65,7 @@ def measure(device: str, model_name: str, precision: str) -> tuple[list[float], 
             total += loss.detach()
         return float(total)
 
-    with Engine(one_f_one_b(pipeline, num), pipeline, {0: module}, autocast=autocast) as engine:
+    with ScheduleEngine(one_f_one_b(pipeline, num), pipeline, {0: module}, autocast=autocast) as engine:
 
         def with_engine() -> float:
             loss = engine.step({0: feed}).loss

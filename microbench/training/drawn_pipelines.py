@@ -1,9 +1,9 @@
 """Steps of random pipelines under our schedules and under others, among them torch's, on emulated hosts.
 
-Draws pipelines as ``tests.campaigns.schedules`` does. Each row is a host with one device, whose stages sleep for their
-costs, and the tensors of the edges cross its link. For each other schedule there is one of ours that keeps at most as
-many bytes on each row. All of them run in turns. Bar: no other schedule is faster by more than 2 %, and each step is
-predicted within 10 %.
+Draws pipelines as ``tests.campaigns.schedules`` does. Each pp rank is a host with one device, whose stages sleep for
+their costs, and the tensors of the edges cross its link. For each other schedule there is one of ours that keeps at
+most as many bytes on each pp rank. All of them run in turns. Bar: no other schedule is faster by more than 2 %, and
+each step is predicted within 10 %.
 
 Torch's schedules run on this engine, in the order that its classes export. The order of ``Schedule1F1B`` is that of
 ``1f1b``. Schedules that are predicted to take far longer than ours do not run, except the four of torch in ``ALWAYS``.
@@ -57,7 +57,7 @@ def make_pipeline(case: Case, seconds: float, overhead: Overhead = Overhead(0.0,
         overhead: added to the costs.
     """
     extra = overhead.computation
-    meshes = [Mesh([row]) for row in case.pp_rank_of_stage]
+    meshes = [Mesh([pp_rank]) for pp_rank in case.pp_rank_of_stage]
     stages = []
     for stage, mesh in zip(case.pipeline.stages, meshes, strict=True):
         forward, back, weight = (
@@ -81,12 +81,12 @@ def make_pipeline(case: Case, seconds: float, overhead: Overhead = Overhead(0.0,
 
 
 def hosts_of(case: Case) -> Topology:
-    """One host for each row, with one device and one link."""
+    """One host for each pp rank, with one device and one link."""
     return equal_hosts(RATE, max(case.pp_rank_of_stage) + 1, 1)
 
 
 def measure_overhead(seconds: float) -> Overhead:
-    """The overhead of a chain of four rows, by steps without communication."""
+    """The overhead of a chain of four pp ranks, by steps without communication."""
     case = Case(0, Pipeline.of_costs([1.0] * 4, [2.0] * 4, [0.0] * 3), (0, 1, 2, 3), "plain", 8)
     topology = hosts_of(case)
     training = Training(make_pipeline(case, seconds), (), nominal(topology), None, 1)
@@ -158,8 +158,8 @@ def run_case(case: Case, seconds: float, overhead: Overhead, repeats: int, table
         name: statistics.median(lap.seconds for lap in merge_laps([r["laps"][name] for r in results]).kept())
         for name in schedules
     }
-    timelines, rows = results[0]["timelines"], range(max(case.pp_rank_of_stage) + 1)
-    exposed = {name: statistics.mean(map(timelines[name].exposed_seconds, rows)) for name in schedules}
+    timelines, pp_ranks = results[0]["timelines"], range(max(case.pp_rank_of_stage) + 1)
+    exposed = {name: statistics.mean(map(timelines[name].exposed_seconds, pp_ranks)) for name in schedules}
     found = []
     for item in comparisons:
         other, ours = item.schedules
@@ -188,9 +188,9 @@ def summarize(found: Sequence[tuple[float, float]]) -> tuple[str, bool]:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--number", type=int, default=12, help="number of pipelines (default: 12)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default: 0)")
-    parser.add_argument("--rows", type=int, default=4, help="most rows (default: 4)")
+    parser.add_argument("--pp-ranks", type=int, default=4, help="most pp ranks (default: 4)")
     parser.add_argument("--stages", type=int, default=8, help="most stages (default: 8)")
-    parser.add_argument("--milliseconds", type=float, default=20.0, help="of the forwards of a row (default: 20)")
+    parser.add_argument("--milliseconds", type=float, default=20.0, help="of the forwards of a pp rank (default: 20)")
     parser.add_argument("--repeats", type=int, default=7, help="steps of each schedule (default: 7)")
 
 
@@ -207,9 +207,9 @@ def run(options: argparse.Namespace) -> int:
     table = Table({**columns, "ours/other": ">.3f"})
     found = []
     for seed in track(range(options.seed, options.seed + options.number), "pipelines"):
-        case = draw_case(seed, options.rows, options.stages)
-        per_row = len(case.pp_rank_of_stage) // (max(case.pp_rank_of_stage) + 1)
-        found += run_case(case, seconds / per_row, overhead, options.repeats, table)
+        case = draw_case(seed, options.pp_ranks, options.stages)
+        per_pp_rank = len(case.pp_rank_of_stage) // (max(case.pp_rank_of_stage) + 1)
+        found += run_case(case, seconds / per_pp_rank, overhead, options.repeats, table)
     text, is_met = summarize(found)
     print_line(text)
     return 0 if is_met else 1

@@ -35,7 +35,7 @@ from reshard.scheduler import (
     interleaved_zero_bubble,
     one_f_one_b,
 )
-from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.sharding import TensorSpec
 from reshard.testing import run_processes
 
@@ -120,7 +120,7 @@ def measure(rank: int, case: str, num_ranks: int, num_microbatches: int, num_lay
 
     pipeline = make_pipeline(pp_rank_of_stage)
     measured: dict[str, list[Times]] = {"reshard": [], "torch": []}
-    with Engine(build(pipeline, num_microbatches, num_ranks), pipeline, ours) as engine:
+    with ScheduleEngine(build(pipeline, num_microbatches, num_ranks), pipeline, ours) as engine:
         methods = {"reshard": lambda: engine.step(feed), "torch": step_torch}
         for turn in range(turns + WARM_UP):
             for name in sorted(methods, reverse=bool(turn % 2)):

@@ -30,8 +30,8 @@ from reshard.scheduler import (
     one_f_one_b,
     zb_h1,
 )
-from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.ready_order import ORDERS, OrderMode
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.sharding import TensorSpec
 from reshard.testing import run_processes
 
@@ -95,7 +95,7 @@ def measure(rank: int, case: str, options: argparse.Namespace) -> dict[float, di
     own = [stage for stage, its in enumerate(schedule.pp_rank_of_stage) if its == rank]
     modules = {stage: TimedStage(pipeline, stage, rank, groups[rank]) for stage in own}
     feed = {0: [{"x": torch.zeros(SHAPE, requires_grad=True)} for _ in range(options.microbatches)]}
-    engines = {order: Engine(schedule, pipeline, modules, order=order) for order in ORDERS}
+    engines = {order: ScheduleEngine(schedule, pipeline, modules, order=order) for order in ORDERS}
     measured: dict[float, dict[OrderMode, list[float]]] = {}
     for percent in options.percent:
         measured[percent] = {order: [] for order in ORDERS}

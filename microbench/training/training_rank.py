@@ -19,7 +19,7 @@ from microbench.training.training_workload import TrainingWorkload
 from reshard.scheduler import Pipeline, Schedule, one_f_one_b, zb_h1
 from reshard.scheduler.ir.actions import Kind
 from reshard.scheduler.passes.transfer_overlap import block_transfers
-from reshard.scheduler.runtime.engine import Engine, Feed
+from reshard.scheduler.runtime.schedule_engine import Feed, ScheduleEngine
 from reshard.scheduler.simulation.replay import PipelineTimeline
 from reshard.topology import Topology
 
@@ -171,7 +171,9 @@ def pin(rank: int, training: Training) -> None:
         os.sched_setaffinity(0, {cores[rank]})
 
 
-def _make_engine(rank: int, training: Training, method: Method, groups: Sequence[Any]) -> tuple[Engine, Modules]:
+def _make_engine(
+    rank: int, training: Training, method: Method, groups: Sequence[Any]
+) -> tuple[ScheduleEngine, Modules]:
     pipeline = training.pipeline
     stages = [s for s, stage in enumerate(pipeline.stages) if stage.mesh is not None and rank in stage.mesh.ranks]
     if training.workload is None:
@@ -180,7 +182,7 @@ def _make_engine(rank: int, training: Training, method: Method, groups: Sequence
         modules = {stage: training.workload.make_stages()[stage] for stage in stages}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ranks of stage .* hold shards")  # timed stages do not train
-        engine = Engine(
+        engine = ScheduleEngine(
             method.schedule,
             pipeline,
             modules,

@@ -1,4 +1,4 @@
-// List scheduling: runs a pipeline forward in time, and lets each idle row start its most urgent computation.
+// List scheduling: runs a pipeline forward in time, and lets each idle pp rank start its most urgent computation.
 // Reference implementation: tests/reference/list_scheduling.py.
 
 #pragma once
@@ -16,7 +16,7 @@ namespace pipeline {
 
 struct Policy {
     std::vector<int64_t> max_in_flight; // by stage
-    std::vector<double> row_bytes;      // by row
+    std::vector<double> pp_rank_bytes;  // by pp rank
     std::vector<char> splits;           // by stage
     bool forward_first, weights_first;
     double patience;
@@ -27,19 +27,19 @@ class ListScheduler {
   public:
     ListScheduler(const Model &model, const Policy &policy)
         : model_(model), policy_(policy), movement_(model), states_(model.num_stages()),
-          arrived_(model.channels.size(), 0), sent_(model.channels.size(), 0), used_(model.num_rows, 0.0),
-          running_(model.num_rows, -1), waits_(model.num_rows, 0), changed_(model.num_rows, 1),
-          order_(model.num_rows) {}
+          arrived_(model.channels.size(), 0), sent_(model.channels.size(), 0), used_(model.num_pp_ranks, 0.0),
+          running_(model.num_pp_ranks, -1), waits_(model.num_pp_ranks, 0), changed_(model.num_pp_ranks, 1),
+          order_(model.num_pp_ranks) {}
 
-    // The computations of each row. Incomplete if the policy deadlocks.
-    Rows run() {
+    // The computations of each pp rank. Incomplete if the policy deadlocks.
+    RankOrders run() {
         while (true) {
-            for (int64_t row = 0; row < model_.num_rows; ++row)
-                if (running_[row] < 0 && (changed_[row] || waits_[row])) {
-                    changed_[row] = waits_[row] = 0;
-                    const int64_t chosen = choose(row);
+            for (int64_t pp_rank = 0; pp_rank < model_.num_pp_ranks; ++pp_rank)
+                if (running_[pp_rank] < 0 && (changed_[pp_rank] || waits_[pp_rank])) {
+                    changed_[pp_rank] = waits_[pp_rank] = 0;
+                    const int64_t chosen = choose(pp_rank);
                     if (chosen >= 0)
-                        begin(row, chosen);
+                        begin(pp_rank, chosen);
                 }
             double step = movement_.seconds_to_next();
             if (!ends_.empty())
@@ -52,9 +52,9 @@ class ListScheduler {
                 start_next(channel);
             }
             while (!ends_.empty() && ends_.top().first <= now_ * (1 + TOLERANCE)) {
-                const int64_t row = ends_.top().second;
+                const int64_t pp_rank = ends_.top().second;
                 ends_.pop();
-                end(row);
+                end(pp_rank);
             }
         }
     }
@@ -71,19 +71,19 @@ class ListScheduler {
         return true;
     }
 
-    // Whether the row may keep one more microbatch of a stage. Each later stage of the row must be able to go on.
+    // Whether the pp rank may keep one more microbatch of a stage. Each later stage of it must be able to go on.
     // Either it keeps a microbatch, which it will finish, or there is room for one.
     bool has_room(int64_t stage) const {
         const State &at = states_[stage];
         if (at.forwards - at.finished >= policy_.max_in_flight[stage])
             return false;
-        const int64_t row = model_.stages[stage].row;
-        double needed = used_[row] + model_.stages[stage].bytes;
-        for (const int64_t later : model_.stages_of_row[row])
+        const int64_t pp_rank = model_.stages[stage].pp_rank;
+        double needed = used_[pp_rank] + model_.stages[stage].bytes;
+        for (const int64_t later : model_.stages_of_pp_rank[pp_rank])
             if (later > stage && states_[later].forwards == states_[later].finished &&
                 states_[later].forwards < model_.num_microbatches)
                 needed += model_.stages[later].bytes;
-        return needed <= policy_.row_bytes[row];
+        return needed <= policy_.pp_rank_bytes[pp_rank];
     }
 
     // Whether one computation of the same kind is more urgent than another.
@@ -98,14 +98,14 @@ class ListScheduler {
         return a.microbatch < b.microbatch;
     }
 
-    int64_t choose(int64_t row) {
+    int64_t choose(int64_t pp_rank) {
         Computation best[3]; // forward, backward, weight gradient
         bool ready[3] = {false, false, false};
         const auto offer = [&](int place, const Computation &item) {
             if (!ready[place] || is_before(item, best[place]))
                 best[place] = item, ready[place] = true;
         };
-        for (const int64_t stage : model_.stages_of_row[row]) {
+        for (const int64_t stage : model_.stages_of_pp_rank[pp_rank]) {
             const State &at = states_[stage];
             const Stage &costs = model_.stages[stage];
             if (at.backwards < at.forwards && has_arrived(costs.backward_in, at.backwards))
@@ -119,8 +119,8 @@ class ListScheduler {
         const int places[3] = {first, policy_.weights_first ? 2 : second, policy_.weights_first ? second : 2};
         for (const int place : places)
             if (ready[place]) {
-                if (place == 2 && should_wait(row, best[2].stage)) {
-                    waits_[row] = 1;
+                if (place == 2 && should_wait(pp_rank, best[2].stage)) {
+                    waits_[pp_rank] = 1;
                     return -1;
                 }
                 return model_.code(best[place].kind, best[place].stage, best[place].microbatch);
@@ -129,11 +129,11 @@ class ListScheduler {
     }
 
     // Whether an input of a more urgent computation arrives soon.
-    bool should_wait(int64_t row, int64_t weights_of) const {
+    bool should_wait(int64_t pp_rank, int64_t weights_of) const {
         const double limit = policy_.patience * model_.stages[weights_of].seconds[W];
         if (limit == 0.0)
             return false;
-        for (const int64_t stage : model_.stages_of_row[row]) {
+        for (const int64_t stage : model_.stages_of_pp_rank[pp_rank]) {
             const State &at = states_[stage];
             for (const int64_t channel : model_.stages[stage].forward_in)
                 if (movement_.seconds_remaining(channel) < limit && arrived_[channel] == at.forwards && has_room(stage))
@@ -145,30 +145,30 @@ class ListScheduler {
         return false;
     }
 
-    void begin(int64_t row, int64_t code) {
+    void begin(int64_t pp_rank, int64_t code) {
         const Computation item = model_.computation(code);
         State &at = states_[item.stage];
         if (item.kind == F)
-            ++at.forwards, used_[row] += model_.stages[item.stage].bytes;
+            ++at.forwards, used_[pp_rank] += model_.stages[item.stage].bytes;
         else if (item.kind == W)
             ++at.weights;
         else
             ++at.backwards;
-        order_[row].push_back(code);
-        running_[row] = code;
-        ends_.emplace(now_ + model_.stages[item.stage].seconds[item.kind], row);
+        order_[pp_rank].push_back(code);
+        running_[pp_rank] = code;
+        ends_.emplace(now_ + model_.stages[item.stage].seconds[item.kind], pp_rank);
     }
 
-    void end(int64_t row) {
-        const Computation item = model_.computation(running_[row]);
-        running_[row] = -1;
-        changed_[row] = 1;
+    void end(int64_t pp_rank) {
+        const Computation item = model_.computation(running_[pp_rank]);
+        running_[pp_rank] = -1;
+        changed_[pp_rank] = 1;
         if (item.kind == B || item.kind == W)
-            ++states_[item.stage].finished, used_[row] -= model_.stages[item.stage].bytes;
+            ++states_[item.stage].finished, used_[pp_rank] -= model_.stages[item.stage].bytes;
         if (item.kind == W)
             return;
         for (const int64_t channel : model_.sends_of(item)) {
-            if (!model_.channels[channel].crosses_rows) {
+            if (!model_.channels[channel].crosses_pp_ranks) {
                 ++arrived_[channel];
                 continue;
             }
@@ -184,7 +184,7 @@ class ListScheduler {
 
     void deliver(int64_t channel) {
         ++arrived_[channel];
-        changed_[model_.stages[model_.channels[channel].receiver].row] = 1;
+        changed_[model_.stages[model_.channels[channel].receiver].pp_rank] = 1;
     }
 
     void start_next(int64_t channel) {
@@ -196,17 +196,17 @@ class ListScheduler {
         }
     }
 
-    using End = std::pair<double, int64_t>; // of a computation, and its row
+    using End = std::pair<double, int64_t>; // of a computation, and its pp rank
 
     const Model &model_;
     const Policy &policy_;
     Movement movement_;
     std::vector<State> states_;
     std::vector<int64_t> arrived_, sent_; // microbatches, by channel
-    std::vector<double> used_;            // bytes, by row
-    std::vector<int64_t> running_;        // computation of each row, -1 if idle
-    std::vector<char> waits_, changed_;   // whether a row waits for an input that arrives soon; whether to choose again
-    Rows order_;
+    std::vector<double> used_;            // bytes, by pp rank
+    std::vector<int64_t> running_;        // computation of each pp rank, -1 if idle
+    std::vector<char> waits_, changed_;   // whether a pp rank waits for an input that arrives soon; whether to choose
+    RankOrders order_;
     std::priority_queue<End, std::vector<End>, std::greater<End>> ends_;
     double now_ = 0.0;
 };

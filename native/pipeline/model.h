@@ -1,4 +1,4 @@
-// The pipeline that the loops in this folder schedule: stages on rows, and two channels per edge.
+// The pipeline that the loops in this folder schedule: stages on pp ranks, and two channels per edge.
 
 #pragma once
 
@@ -23,7 +23,7 @@ struct Computation {
 struct Channel {
     int64_t sender, receiver;
     double seconds;
-    bool crosses_rows;
+    bool crosses_pp_ranks;
     std::vector<int64_t> all_links;
     std::vector<double> all_busy;   // seconds for which a transfer keeps each link busy
     std::vector<int64_t> links;     // links that a transfer keeps busy for more than 0 s
@@ -33,17 +33,17 @@ struct Channel {
 struct Stage {
     double seconds[4]; // by kind
     double bytes;      // of the activations of a microbatch
-    int64_t row;
+    int64_t pp_rank;
     std::vector<int64_t> inputs, outputs;   // other stages, ascending
     // Channels by which a forward receives and sends, and by which a backward does.
     std::vector<int64_t> forward_in, forward_out, backward_in, backward_out;
 };
 
 struct Model {
-    int64_t num_microbatches = 0, num_rows = 0, num_links = 0;
+    int64_t num_microbatches = 0, num_pp_ranks = 0, num_links = 0;
     std::vector<Stage> stages;
     std::vector<Channel> channels;
-    std::vector<std::vector<int64_t>> stages_of_row; // ascending
+    std::vector<std::vector<int64_t>> stages_of_pp_rank; // ascending
     bool shares_links = false;
 
     int64_t num_stages() const { return static_cast<int64_t>(stages.size()); }
@@ -65,7 +65,7 @@ struct Model {
     }
 };
 
-// The computations of each row, in order.
-using Rows = std::vector<std::vector<int64_t>>;
+// The computations of each pp rank, in order.
+using RankOrders = std::vector<std::vector<int64_t>>;
 
 } // namespace pipeline

@@ -16,7 +16,7 @@
 
 namespace pipeline {
 
-// One action of a row: a computation, or one end of a transfer of a channel, for a microbatch.
+// One action of a pp rank: a computation, or one end of a transfer of a channel, for a microbatch.
 struct Action {
     int64_t computation; // its code, -1 for a transfer
     int64_t channel, microbatch;
@@ -25,48 +25,48 @@ struct Action {
 
 using Actions = std::vector<std::vector<Action>>;
 
-// The computations in the order in which they end, if transfers use a shared link one after another. Shorter if the rows
-// deadlock.
-inline std::vector<int64_t> sort_by_end(const Model &model, const Rows &rows) {
-    const int64_t num_rows = model.num_rows, num_channels = static_cast<int64_t>(model.channels.size());
-    std::vector<size_t> at(num_rows, 0);
-    std::vector<double> free(num_rows, 0.0), channel_free(num_channels, 0.0), link_free(model.num_links, 0.0);
+// The computations in the order in which they end, if transfers use a shared link one after another. Shorter if the
+// pp ranks deadlock.
+inline std::vector<int64_t> sort_by_end(const Model &model, const RankOrders &order) {
+    const int64_t num_pp_ranks = model.num_pp_ranks, num_channels = static_cast<int64_t>(model.channels.size());
+    std::vector<size_t> at(num_pp_ranks, 0);
+    std::vector<double> free(num_pp_ranks, 0.0), channel_free(num_channels, 0.0), link_free(model.num_links, 0.0);
     std::vector<double> arrived(num_channels * model.num_microbatches, -1.0);
     std::vector<int64_t> waiting(num_channels * model.num_microbatches, -1), sorted;
     using End = std::pair<double, int64_t>;
     std::priority_queue<End, std::vector<End>, std::greater<End>> running;
-    const auto start = [&](int64_t row) {
-        if (at[row] == rows[row].size())
+    const auto start = [&](int64_t pp_rank) {
+        if (at[pp_rank] == order[pp_rank].size())
             return;
-        const Computation item = model.computation(rows[row][at[row]]);
-        double begin = free[row];
+        const Computation item = model.computation(order[pp_rank][at[pp_rank]]);
+        double begin = free[pp_rank];
         if (item.kind != W)
             for (const int64_t channel : model.receives_of(item)) {
                 const int64_t needed = channel * model.num_microbatches + item.microbatch;
                 if (arrived[needed] < 0.0) {
-                    waiting[needed] = row;
+                    waiting[needed] = pp_rank;
                     return;
                 }
                 begin = std::max(begin, arrived[needed]);
             }
-        running.emplace(begin + model.stages[item.stage].seconds[item.kind], row);
+        running.emplace(begin + model.stages[item.stage].seconds[item.kind], pp_rank);
     };
-    for (int64_t row = 0; row < num_rows; ++row)
-        start(row);
+    for (int64_t pp_rank = 0; pp_rank < num_pp_ranks; ++pp_rank)
+        start(pp_rank);
     std::vector<int64_t> woken;
     while (!running.empty()) {
-        const auto [end, row] = running.top();
+        const auto [end, pp_rank] = running.top();
         running.pop();
-        const int64_t code = rows[row][at[row]];
+        const int64_t code = order[pp_rank][at[pp_rank]];
         const Computation item = model.computation(code);
         sorted.push_back(code);
-        ++at[row], free[row] = end;
-        woken.assign(1, row);
+        ++at[pp_rank], free[pp_rank] = end;
+        woken.assign(1, pp_rank);
         if (item.kind != W)
             for (const int64_t index : model.sends_of(item)) {
                 const Channel &channel = model.channels[index];
                 double arrival = end;
-                if (channel.crosses_rows) {
+                if (channel.crosses_pp_ranks) {
                     double begin = std::max(end, channel_free[index]);
                     for (const int64_t link : channel.all_links)
                         begin = std::max(begin, link_free[link]);
@@ -87,41 +87,41 @@ inline std::vector<int64_t> sort_by_end(const Model &model, const Rows &rows) {
     return sorted;
 }
 
-// The actions of each row: a send right after its producer, and a receive as early as the common order of transfers and
-// the limit of receives ahead allow. Empty if the rows deadlock.
-inline Actions add_transfers(const Model &model, const Rows &rows, size_t recvs_ahead) {
-    const std::vector<int64_t> sorted = sort_by_end(model, rows);
+// The actions of each pp rank: a send right after its producer, and a receive as early as the common order of transfers
+// and the limit of receives ahead allow. Empty if the pp ranks deadlock.
+inline Actions add_transfers(const Model &model, const RankOrders &order, size_t recvs_ahead) {
+    const std::vector<int64_t> sorted = sort_by_end(model, order);
     const int64_t num_microbatches = model.num_microbatches;
     size_t total = 0;
-    std::vector<int64_t> place_of(model.num_stages() * num_microbatches * 2, -1); // of forwards and backwards in their row
-    for (const auto &row : rows) {
-        total += row.size();
-        for (size_t i = 0; i < row.size(); ++i) {
-            const Computation item = model.computation(row[i]);
+    std::vector<int64_t> place_of(model.num_stages() * num_microbatches * 2, -1); // of forwards and backwards
+    for (const auto &codes : order) {
+        total += codes.size();
+        for (size_t i = 0; i < codes.size(); ++i) {
+            const Computation item = model.computation(codes[i]);
             if (item.kind != W)
                 place_of[(item.stage * num_microbatches + item.microbatch) * 2 + (item.kind == F)] = static_cast<int64_t>(i);
         }
     }
     if (sorted.size() != total)
         return {};
-    Actions posts(model.num_rows);
+    Actions posts(model.num_pp_ranks);
     for (const int64_t code : sorted) {
         const Computation item = model.computation(code);
         if (item.kind == W)
             continue;
         for (const int64_t index : model.sends_of(item)) {
             const Channel &channel = model.channels[index];
-            if (!channel.crosses_rows)
+            if (!channel.crosses_pp_ranks)
                 continue;
-            posts[model.stages[channel.sender].row].push_back({-1, index, item.microbatch, true});
-            posts[model.stages[channel.receiver].row].push_back({-1, index, item.microbatch, false});
+            posts[model.stages[channel.sender].pp_rank].push_back({-1, index, item.microbatch, true});
+            posts[model.stages[channel.receiver].pp_rank].push_back({-1, index, item.microbatch, false});
         }
     }
-    Actions actions(model.num_rows);
+    Actions actions(model.num_pp_ranks);
     std::vector<std::vector<int64_t>> latest_of(model.channels.size());
     std::vector<int64_t> latest;
-    for (int64_t row = 0; row < model.num_rows; ++row) {
-        const auto &own = posts[row];
+    for (int64_t pp_rank = 0; pp_rank < model.num_pp_ranks; ++pp_rank) {
+        const auto &own = posts[pp_rank];
         latest.resize(own.size());
         for (size_t i = 0; i < own.size(); ++i) {
             const Channel &channel = model.channels[own[i].channel];
@@ -132,12 +132,12 @@ inline Actions add_transfers(const Model &model, const Rows &rows, size_t recvs_
         }
         for (size_t i = own.size(); i-- > 1;)
             latest[i - 1] = std::min(latest[i - 1], latest[i]);
-        auto &out = actions[row];
-        out.reserve(own.size() + rows[row].size());
+        auto &out = actions[pp_rank];
+        out.reserve(own.size() + order[pp_rank].size());
         int64_t num_out = 0;
         const auto compute_until = [&](int64_t place) {
             for (; num_out < place; ++num_out)
-                out.push_back({rows[row][num_out], -1, 0, false});
+                out.push_back({order[pp_rank][num_out], -1, 0, false});
         };
         for (size_t i = 0; i < own.size(); ++i) {
             int64_t place = latest[i];
@@ -149,22 +149,23 @@ inline Actions add_transfers(const Model &model, const Rows &rows, size_t recvs_
             compute_until(place);
             out.push_back(own[i]);
         }
-        compute_until(static_cast<int64_t>(rows[row].size()));
+        compute_until(static_cast<int64_t>(order[pp_rank].size()));
     }
     return actions;
 }
 
-// Runs the actions of all rows.
+// Runs the actions of all pp ranks.
 class Replay {
   public:
     Replay(const Model &model, const Actions &actions)
-        : model_(model), actions_(actions), movement_(model), at_(model.num_rows, 0), until_(model.num_rows, INFINITE),
+        : model_(model), actions_(actions), movement_(model), at_(model.num_pp_ranks, 0),
+          until_(model.num_pp_ranks, INFINITE),
           is_done_(model.num_stages() * model.num_microbatches * 2, 0),
           arrived_(model.channels.size() * model.num_microbatches, 0), sent_(model.channels.size()),
-          num_received_(model.channels.size(), 0), num_moved_(model.channels.size(), 0), to_try_(model.num_rows, 1),
+          num_received_(model.channels.size(), 0), num_moved_(model.channels.size(), 0), to_try_(model.num_pp_ranks, 1),
           ends_(model.num_stages(), 0.0) {}
 
-    // The end of the last computation of each stage; empty if the rows deadlock.
+    // The end of the last computation of each stage; empty if the pp ranks deadlock.
     std::vector<double> run() {
         while (true) {
             start_all();
@@ -180,24 +181,24 @@ class Replay {
                 end_transfer(channel);
             }
             const double done = now_ * (1 + TOLERANCE);
-            for (int64_t row = 0; row < model_.num_rows; ++row)
-                if (until_[row] <= done)
-                    finish(row);
+            for (int64_t pp_rank = 0; pp_rank < model_.num_pp_ranks; ++pp_rank)
+                if (until_[pp_rank] <= done)
+                    finish(pp_rank);
         }
-        for (int64_t row = 0; row < model_.num_rows; ++row)
-            if (at_[row] < actions_[row].size())
+        for (int64_t pp_rank = 0; pp_rank < model_.num_pp_ranks; ++pp_rank)
+            if (at_[pp_rank] < actions_[pp_rank].size())
                 return {};
         return ends_;
     }
 
   private:
     void start_all() {
-        while (!rows_empty() || !channels_.empty()) {
-            for (int64_t row = 0; row < model_.num_rows; ++row) {
-                if (!to_try_[row])
+        while (!none_to_try() || !channels_.empty()) {
+            for (int64_t pp_rank = 0; pp_rank < model_.num_pp_ranks; ++pp_rank) {
+                if (!to_try_[pp_rank])
                     continue;
-                to_try_[row] = 0;
-                while (until_[row] == INFINITE && at_[row] < actions_[row].size() && advance(row))
+                to_try_[pp_rank] = 0;
+                while (until_[pp_rank] == INFINITE && at_[pp_rank] < actions_[pp_rank].size() && advance(pp_rank))
                     ;
             }
             trying_.swap(channels_);
@@ -207,7 +208,7 @@ class Replay {
         }
     }
 
-    bool rows_empty() const { return std::none_of(to_try_.begin(), to_try_.end(), [](char item) { return item; }); }
+    bool none_to_try() const { return std::none_of(to_try_.begin(), to_try_.end(), [](char item) { return item; }); }
 
     void start_next(int64_t channel) {
         while (!movement_.is_active(channel) &&
@@ -222,25 +223,25 @@ class Replay {
     void end_transfer(int64_t channel) {
         arrived_[channel * model_.num_microbatches + sent_[channel][num_moved_[channel]++]] = 1;
         channels_.push_back(channel);
-        to_try_[model_.stages[model_.channels[channel].receiver].row] = 1;
+        to_try_[model_.stages[model_.channels[channel].receiver].pp_rank] = 1;
     }
 
-    bool advance(int64_t row) {
-        const Action &action = actions_[row][at_[row]];
+    bool advance(int64_t pp_rank) {
+        const Action &action = actions_[pp_rank][at_[pp_rank]];
         if (action.computation < 0) {
             if (action.is_send)
                 sent_[action.channel].push_back(action.microbatch);
             else
                 ++num_received_[action.channel];
             channels_.push_back(action.channel);
-            ++at_[row];
+            ++at_[pp_rank];
             return true;
         }
         const Computation item = model_.computation(action.computation);
         if (!is_ready(item))
             return false;
-        until_[row] = now_ + model_.stages[item.stage].seconds[item.kind];
-        ends_[item.stage] = until_[row];
+        until_[pp_rank] = now_ + model_.stages[item.stage].seconds[item.kind];
+        ends_[item.stage] = until_[pp_rank];
         return true;
     }
 
@@ -255,26 +256,26 @@ class Replay {
             return false;
         for (const int64_t index : model_.receives_of(item)) {
             const Channel &channel = model_.channels[index];
-            if (channel.crosses_rows ? !arrived_[index * model_.num_microbatches + item.microbatch]
+            if (channel.crosses_pp_ranks ? !arrived_[index * model_.num_microbatches + item.microbatch]
                                      : !done(channel.sender, item.microbatch, item.kind == F))
                 return false;
         }
         return true;
     }
 
-    void finish(int64_t row) {
-        const Computation item = model_.computation(actions_[row][at_[row]].computation);
+    void finish(int64_t pp_rank) {
+        const Computation item = model_.computation(actions_[pp_rank][at_[pp_rank]].computation);
         if (item.kind != W)
             done(item.stage, item.microbatch, item.kind == F) = 1;
-        until_[row] = INFINITE;
-        ++at_[row];
-        to_try_[row] = 1;
+        until_[pp_rank] = INFINITE;
+        ++at_[pp_rank];
+        to_try_[pp_rank] = 1;
     }
 
     const Model &model_;
     const Actions &actions_;
     Movement movement_;
-    std::vector<size_t> at_;       // current action of each row
+    std::vector<size_t> at_;       // current action of each pp rank
     std::vector<double> until_;    // end of its computation, infinite if there is none
     std::vector<char> is_done_;    // by stage, microbatch, and whether it is a forward
     std::vector<char> arrived_;    // by channel and microbatch

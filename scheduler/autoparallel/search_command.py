@@ -17,7 +17,7 @@ from .costs.layer_costs import MIXED_PRECISION, StateBytes
 from .inputs.cluster import Cluster
 from .inputs.layer_graph import LayerGraph
 from .inputs.layer_profile import EFFICIENCY, LayerProfile
-from .inputs.text_files import read_value, write_text
+from .inputs.text_files import check_place, read_value, write_text
 from .methods.auto_method import METHODS
 from .searching import search
 
@@ -73,6 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Search, and print where time and memory go."""
+    for option in ("html", "svg", "output"):
+        if getattr(options, option):
+            check_place(option, getattr(options, option))
     graph = _read_graph(options.graph)
     if (options.profile is None) == (options.flops is None):
         raise ArgumentError("pass either --profile (measured times) or --flops (estimated times)")
@@ -166,6 +169,8 @@ def _read_graph(text: str) -> LayerGraph:
     values: dict[str, Any] = {}
     for part in sizes.split(","):
         name, _, value = part.partition("=")
+        if name in values:
+            raise ArgumentError(f"{text!r} names {name} twice")
         if name == "tied" and value in ("0", "1"):
             values[name] = value == "1"
         elif name in ("layers", "hidden", "heads", "sequence", "vocabulary") and value.isdecimal():

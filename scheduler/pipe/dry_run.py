@@ -10,7 +10,7 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
-from ..runtime.engine import Engine
+from ..runtime.schedule_engine import ScheduleEngine
 from .partition.batches import BatchEntry, BatchOutline
 from .partition.stage_mesh import is_grid, num_sample_shards
 from .stage_planner import MAX_GRAPHS, StagePlanner
@@ -43,7 +43,7 @@ class DryRun:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ScheduleEngine,
         planner: StagePlanner,
         fsdp_stages: Collection[int],
         shards: Mapping[int, ShardModule | None],

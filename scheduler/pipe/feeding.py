@@ -10,7 +10,7 @@ from reshard.formatting import brief, count_of
 from reshard.sharding import check_integer
 
 from ..runtime.data_parallel import check_frozen
-from ..runtime.engine import Engine
+from ..runtime.schedule_engine import ScheduleEngine
 from ..runtime.tied_params import check_training
 from .dry_run import DryRun
 from .partition.batches import (
@@ -48,7 +48,7 @@ class Feeder:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ScheduleEngine,
         planner: StagePlanner,
         input_names: Sequence[str],
         num_microbatches: int,

@@ -20,8 +20,8 @@ from reshard.topology import Topology
 
 from ..ir.schedule import Schedule
 from ..pipeline import MAX_COUNT, Pipeline
-from ..runtime.engine import Engine
 from ..runtime.ready_order import OrderMode
+from ..runtime.schedule_engine import ScheduleEngine
 from ..runtime.tied_params import TiedParameter
 from ..schedules.classic import one_f_one_b
 from ..schedules.schedule_search import auto_schedule
@@ -227,7 +227,7 @@ class Pipe:
             compression: codecs of each parallel dimension; default: those of the training plan, or none. Transfers
                 between stages are encoded where this shortens the simulated iteration; ``engine.compression`` lists
                 them.
-            timeout_seconds, order: see :class:`Engine`.
+            timeout_seconds, order: see :class:`ScheduleEngine`.
 
         Raises:
             ArgumentError: the model cannot be cut, or the ranks do not fit the placements.
@@ -259,7 +259,7 @@ class Pipe:
         gc.collect()  # otherwise parameters of the whole model remain until Python's collector runs
         settings: dict[str, Any] = {"group": group, "topology": topology, "timeout_seconds": timeout_seconds}
         settings |= {"ties": tied, "autocast": self.autocast, "compression": compression, "order": order}
-        engine = Engine(self._trial_schedule(first, len(sizes)), first, modules, **settings)
+        engine = ScheduleEngine(self._trial_schedule(first, len(sizes)), first, modules, **settings)
         options = CompileOptions(
             num_microbatches,
             schedule or auto_schedule,

@@ -20,7 +20,7 @@ from ..ir.schedule import Schedule
 from ..ir.text import format_schedule, parse_schedule
 from ..passes.edge_codecs import CodecChoice, choose_codecs, compress_edges
 from ..pipeline import Pipeline, Stage
-from ..runtime.engine import Engine
+from ..runtime.schedule_engine import ScheduleEngine
 from ..runtime.step_executor import StepProgram
 from ..simulation.validate import check_peaks, check_schedule
 from ..transfer_costs import price_edge
@@ -99,7 +99,7 @@ class Programs:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ScheduleEngine,
         planner: StagePlanner,
         build: Schedule | ScheduleBuilder,
         options: dict[str, Any],

@@ -11,7 +11,7 @@ from reshard.errors import ArgumentError
 from reshard.sharding import Mesh
 
 from ..runtime.data_parallel import plain_parameters
-from ..runtime.engine import Engine
+from ..runtime.schedule_engine import ScheduleEngine
 from .gradient_norm import local_gradients
 from .stage_planner import StagePlanner
 
@@ -32,7 +32,7 @@ class ReplicatedGradients:
         modules: ``{stage: module}`` of this rank.
     """
 
-    def __init__(self, engine: Engine, planner: StagePlanner, modules: Mapping[int, torch.nn.Module]) -> None:
+    def __init__(self, engine: ScheduleEngine, planner: StagePlanner, modules: Mapping[int, torch.nn.Module]) -> None:
         self._engine, self._meshes, self._modules = engine, planner.meshes, modules
         self._is_due = any(map(_num_parts, planner.meshes))
 

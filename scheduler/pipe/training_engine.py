@@ -15,9 +15,9 @@ from reshard.errors import ArgumentError
 
 from ..ir.schedule import Schedule
 from ..runtime.data_parallel import is_fsdp, plain_parameters
-from ..runtime.engine import Engine, ending_calls
 from ..runtime.local_tensors import is_dtensor
 from ..runtime.replica_sync import restore_gradients, stash_gradients
+from ..runtime.schedule_engine import ScheduleEngine, ending_calls
 from ..runtime.step_executor import RankStepResult, StageTotals, StepInputs
 from ..schedules.classic import zb_h1
 from ..simulation.replay import PipelineTimeline, simulate_schedule
@@ -76,7 +76,11 @@ class PipelineEngine:
     """
 
     def __init__(
-        self, engine: Engine, planner: StagePlanner, modules: Mapping[int, torch.nn.Module], options: CompileOptions
+        self,
+        engine: ScheduleEngine,
+        planner: StagePlanner,
+        modules: Mapping[int, torch.nn.Module],
+        options: CompileOptions,
     ) -> None:
         self._engine, self._planner, self.modules, self._options = engine, planner, dict(modules), options
         self._usual_num_microbatches = options.num_microbatches

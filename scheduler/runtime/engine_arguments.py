@@ -252,7 +252,7 @@ def find_pipeline_ranks(pipeline: Pipeline) -> tuple[int, ...]:
     ranks: set[int] = set()
     for stage, item in enumerate(pipeline.stages):
         if item.mesh is None:
-            raise ArgumentError(f"stage {stage} has no mesh; an Engine needs one for every stage")
+            raise ArgumentError(f"stage {stage} has no mesh; a ScheduleEngine needs one for every stage")
         ranks.update(item.mesh.ranks)
     return tuple(sorted(ranks))
 
@@ -283,7 +283,7 @@ def find_ranks_of_pp_ranks(schedule: Schedule, pipeline: Pipeline) -> list[tuple
                 )
     for edge in pipeline.edges:
         if not edge.tensors:
-            raise ArgumentError(f"edge {edge.src} -> {edge.dst} has no tensors; an Engine needs them")
+            raise ArgumentError(f"edge {edge.src} -> {edge.dst} has no tensors; a ScheduleEngine needs them")
     return ranks_of_pp_ranks
 
 

@@ -429,7 +429,7 @@ class Iteration:
         loss, metrics, given = run.loss_of(microbatch)
         if given is not None and self.inputs.scale is None:
             raise ArgumentError(
-                f"stage {stage} gives its loss a weight, which an Engine does not use; pass loss_weights to step"
+                f"stage {stage} gives its loss a weight, which a ScheduleEngine does not use; pass loss_weights to step"
             )
         if given is None or (stage, microbatch) in self.inputs.fillers:
             given = self.inputs.weights[microbatch]

@@ -32,7 +32,7 @@ class OrderModel:
         self._native = _native.PipelineModel(
             seconds=np.array([[compute_seconds(kind, stage) for kind in KINDS] for stage in stages], dtype=np.float64),
             bytes=np.array([stage.activation_bytes for stage in stages], dtype=np.float64),
-            row=np.array(self.pp_rank_of_stage, dtype=np.int64),
+            pp_rank=np.array(self.pp_rank_of_stage, dtype=np.int64),
             src=np.array([edge.src for edge in edges], dtype=np.int64),
             dst=np.array([edge.dst for edge in edges], dtype=np.int64),
             channel_seconds=np.array(

@@ -52,7 +52,7 @@ class TrainingJob:
         stages: dp x tp of each stage.
         layers: number of layers of each stage; empty for those of the preset.
         schedule: name of a schedule.
-        order: "planned" or "ready", see :class:`reshard.scheduler.runtime.engine.Engine`.
+        order: "planned" or "ready", see :class:`reshard.scheduler.runtime.schedule_engine.ScheduleEngine`.
         compression: text of a policy; None to encode nothing.
         data: file of tokens; None for the text that Python ships.
         warmup: steps in which the learning rate grows.

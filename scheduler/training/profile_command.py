@@ -63,14 +63,14 @@ def run(options: argparse.Namespace) -> int:
     """Measure, write both files, and print what they contain."""
     if importlib.util.find_spec("torch") is None:
         raise ArgumentError("measuring layers needs torch: pip install 'reshard[torch]'")
+    from ..autoparallel.inputs.text_files import check_place, write_text
+
     counts = _parse_counts(options.sample_counts)
     for option in ("graph", "profile"):
-        if not Path(getattr(options, option)).parent.is_dir():
-            raise ArgumentError(f"--{option} is {getattr(options, option)}; there is no such folder")
+        check_place(option, getattr(options, option))
     with show_elapsed("loading torch and finding layers"):
         traced = _trace(options)
     from ..autoparallel import profile_layers
-    from ..autoparallel.inputs.text_files import write_text
     from ..autoparallel.searching import describe_noise
 
     with show_elapsed("measuring layers") as report:

@@ -38,7 +38,7 @@ from reshard.coordination import all_gather_json
 from reshard.runtime.torch_compat import store_of
 from reshard.scheduler import Edge, Pipe, Pipeline, Stage, StageOutput, one_f_one_b
 from reshard.scheduler.pipe.profile import StageProfile, StageTimes
-from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.testing.processes import LaunchError, run_processes
 
 PACKAGES = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("reshard", "scheduler"))
@@ -154,7 +154,9 @@ class Steps(Calls):
         self.rank = dist.get_rank()
         self.stage = _Times(self.rank == 1)
         schedule = one_f_one_b(pipeline, 2)
-        self.engine = Engine(schedule, pipeline, {self.rank: self.stage}, group=group, timeout_seconds=TIMEOUT_SECONDS)
+        self.engine = ScheduleEngine(
+            schedule, pipeline, {self.rank: self.stage}, group=group, timeout_seconds=TIMEOUT_SECONDS
+        )
 
     def run(self, source):
         """Run a step on two halves of the values of both ranks. Returns this rank's columns of the values."""

@@ -39,21 +39,19 @@ class Case:
     num_microbatches: int
 
     def __str__(self) -> str:
-        rows = max(self.pp_rank_of_stage) + 1
-        return (
-            f"{self.seed}: {rows} rows, {self.shape}, {len(self.pp_rank_of_stage)} stages, {self.num_microbatches} mb"
-        )
+        num_pp_ranks = max(self.pp_rank_of_stage) + 1
+        return f"{self.seed}: {num_pp_ranks} pp ranks, {self.shape}, {len(self.pp_rank_of_stage)} stages, {self.num_microbatches} mb"
 
 
-def draw_case(seed: int, most_rows: int = 16, most_stages: int = 32) -> Case:
+def draw_case(seed: int, most_pp_ranks: int = 16, most_stages: int = 32) -> Case:
     """A random pipeline: equal or unequal costs, skip edges, shared links, looped or V placement."""
     chance = random.Random(seed)
-    rows = chance.choice([n for n in (2, 2, 3, 4, 4, 5, 6, 8, 8, 12, 16) if n <= most_rows])
+    num_pp_ranks = chance.choice([n for n in (2, 2, 3, 4, 4, 5, 6, 8, 8, 12, 16) if n <= most_pp_ranks])
     shape = chance.choice(["plain", "looped", "looped", "V", "V"])
-    per_row = 1 if shape == "plain" else 2 if shape == "V" else chance.choice([2, 2, 3, 4])
-    while rows * per_row > most_stages:
-        per_row -= 1
-    num = rows * per_row
+    per_pp_rank = 1 if shape == "plain" else 2 if shape == "V" else chance.choice([2, 2, 3, 4])
+    while num_pp_ranks * per_pp_rank > most_stages:
+        per_pp_rank -= 1
+    num = num_pp_ranks * per_pp_rank
     spread = chance.choice([0.0, 0.1, 0.3, 0.6])  # of the costs of stages
     communication = chance.choice([0.0, 0.05, 0.2, 0.5, 1.0])  # of a forward
     input_part, weight_part = chance.choice([(1.0, 1.0), (1.0, 1.0), (1.2, 0.8), (1.0, 0.5), (1.3, 1.0)])
@@ -77,25 +75,37 @@ def draw_case(seed: int, most_rows: int = 16, most_stages: int = 32) -> Case:
         loads = [(("net", seconds * 0.3),) if shares_link and seconds else () for seconds in (there, back)]
         edges.append(Edge(i, j, there, back, *loads))
     if shape == "V":
-        placement = tuple(s if s < rows else 2 * rows - 1 - s for s in range(num))
+        placement = tuple(s if s < num_pp_ranks else 2 * num_pp_ranks - 1 - s for s in range(num))
     else:
-        placement = tuple(s % rows for s in range(num))
-    count = chance.choice([rows, rows + 1, 2 * rows, 2 * rows, 3 * rows, 2 * rows + 1, 4 * rows])
-    return Case(seed, Pipeline(tuple(stages), tuple(edges)), placement, f"{shape} {per_row} a row", max(2, count))
+        placement = tuple(s % num_pp_ranks for s in range(num))
+    count = chance.choice(
+        [
+            num_pp_ranks,
+            num_pp_ranks + 1,
+            2 * num_pp_ranks,
+            2 * num_pp_ranks,
+            3 * num_pp_ranks,
+            2 * num_pp_ranks + 1,
+            4 * num_pp_ranks,
+        ]
+    )
+    return Case(
+        seed, Pipeline(tuple(stages), tuple(edges)), placement, f"{shape} {per_pp_rank} a pp rank", max(2, count)
+    )
 
 
 def others(case: Case) -> Iterator[tuple[str, Schedule]]:
     """The schedules of other builders for a case, by name."""
     num, count, pipeline = len(case.pp_rank_of_stage), case.num_microbatches, case.pipeline
-    rows = max(case.pp_rank_of_stage) + 1
-    is_looped = case.pp_rank_of_stage == tuple(s % rows for s in range(num))
+    num_pp_ranks = max(case.pp_rank_of_stage) + 1
+    is_looped = case.pp_rank_of_stage == tuple(s % num_pp_ranks for s in range(num))
     for name, order in known_orders(case.pp_rank_of_stage, count):
         yield name, add_transfers(name, order, pipeline, case.pp_rank_of_stage, count)
-    classes = [*(SINGLE if rows == num else ()), *(LOOPED if is_looped else V_SHAPED)]
+    classes = [*(SINGLE if num_pp_ranks == num else ()), *(LOOPED if is_looped else V_SHAPED)]
     for make in classes:
         name = f"torch {make.__name__.removeprefix('Schedule')}"
         try:
-            original = make_torch_schedule(make, rows, num // rows, count)
+            original = make_torch_schedule(make, num_pp_ranks, num // num_pp_ranks, count)
         except ValueError:
             continue  # torch refuses this number of microbatches
         yield name, from_torch_csv(torch_csv(original), pipeline, name)
@@ -131,13 +141,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--number", type=int, default=400, help="number of random pipelines (default: 400)")
     parser.add_argument("--seed", type=int, default=0, help="the first seed (default: 0)")
-    parser.add_argument("--rows", type=int, default=16, help="most rows (default: 16)")
+    parser.add_argument("--pp-ranks", type=int, default=16, help="most pp ranks (default: 16)")
     parser.add_argument("--stages", type=int, default=32, help="most stages (default: 32)")
     options = parser.parse_args()
     ratios: dict[str, list[float]] = defaultdict(list)
     begun = time.process_time()
     for seed in range(options.seed, options.seed + options.number):
-        case = draw_case(seed, options.rows, options.stages)
+        case = draw_case(seed, options.pp_ranks, options.stages)
         for name, ratio in compare(case):
             ratios[name].append(ratio)
             if ratio > 1 + TOLERANCE:

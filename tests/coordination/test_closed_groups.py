@@ -15,7 +15,7 @@ import reshard
 from reshard import Layout, Mesh
 from reshard.api.mover import check_transfers
 from reshard.scheduler import one_f_one_b
-from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.testing.processes import run_processes
 from tests.support.stages_with_replicas import NUM, First, Last, feed, make_pipeline, wrap
 
@@ -172,7 +172,7 @@ def test_group_cannot_be_closed_during_a_call():
 def _train_then_close(rank, num_replicas):
     pipeline, inner = make_pipeline(num_replicas), Last() if rank else First()
     modules = {int(rank > 0): wrap(rank, num_replicas, inner)}
-    engine = Engine(one_f_one_b(pipeline, NUM), pipeline, modules, num_loss_shards=num_replicas)
+    engine = ScheduleEngine(one_f_one_b(pipeline, NUM), pipeline, modules, num_loss_shards=num_replicas)
     engine.step(feed(rank, num_replicas))
     reshard.close_group()
     with pytest.raises(reshard.errors.ArgumentError, match="is closed"):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from reshard.scheduler import Pipe, auto_schedule, one_f_one_b, zb_h1
-from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.scheduler.training.models.gpt import GPT
 from reshard.scheduler.training.models.model_presets import GPTConfig
 from tests.gpu.ranks import DEVICE, MARKS, run, to_device
@@ -29,7 +29,7 @@ def train_stage(rank, build, sizes):
     data = make_data(torch.float64, sizes)
     feed = to_device({0: [{"x": x} for x, _ in data], 2: [{"target": y} for _, y in data]})
     schedule = BUILDERS[build](pipeline, len(sizes))
-    with Engine(schedule, pipeline, modules, last_pipeline=last, timeout_seconds=30) as engine:
+    with ScheduleEngine(schedule, pipeline, modules, last_pipeline=last, timeout_seconds=30) as engine:
         step = engine.step(feed, loss_weights=[n / sum(sizes) for n in sizes])
     return step.losses, {name: p.grad.cpu().numpy() for name, p in modules[rank].named_parameters()}
 
@@ -55,7 +55,7 @@ def test_engine_does_not_hang_and_equals_one_process(build):
 def train_replicas(rank):
     pipeline, inner = replicas.make_pipeline(2), (replicas.Last() if rank else replicas.First()).to(DEVICE)
     schedule, module = one_f_one_b(pipeline, replicas.NUM), replicas.wrap(rank, 2, inner)
-    with Engine(schedule, pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=30) as engine:
+    with ScheduleEngine(schedule, pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=30) as engine:
         engine.step(to_device(replicas.feed(rank, 2)))
     return replicas.gradients(inner.cpu())
 

@@ -18,7 +18,7 @@ from reshard.parallel.grid.grid_axis import Axis
 from reshard.parallel.grid.host_collectives import HostCollectives
 from reshard.runtime.transport import GlooTransport
 from reshard.scheduler import Pipeline, Stage, StageOutput, one_f_one_b
-from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.testing import run_processes
 from tests.support.torch_names import GATHER
 
@@ -165,7 +165,7 @@ def check_engine(rank):
     pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh),))
     for policy in (None, Policy(tp="int8x128")):
         stage = parallelize(_Stage(), Grid.make(2, 1, 1), has_local_input=True)
-        engine = Engine(one_f_one_b(pipeline, 1), pipeline, {0: stage}, compression=policy)
+        engine = ScheduleEngine(one_f_one_b(pipeline, 1), pipeline, {0: stage}, compression=policy)
         with engine, pytest.MonkeyPatch.context() as patch:
             wire = _count_collectives(patch)
             engine.step({0: [{"x": torch.ones(64, 256)}]})
@@ -173,7 +173,7 @@ def check_engine(rank):
     plan = {"layer": ColwiseParallel()}
     stage = parallelize_module(_Stage(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
     with pytest.raises(ArgumentError, match=r"torch's own collectives join the tensor-parallel ranks of stages \[0\]"):
-        Engine(one_f_one_b(pipeline, 1), pipeline, {0: stage}, compression=Policy(tp="int8x128"))
+        ScheduleEngine(one_f_one_b(pipeline, 1), pipeline, {0: stage}, compression=Policy(tp="int8x128"))
     return found
 
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from reshard import Layout, Mesh
 from reshard.parallel import Grid, parallelize, plain_state_dict
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, one_f_one_b, zb_h1
-from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.sharding import TensorSpec
 from reshard.testing import run_processes
 
@@ -78,7 +78,7 @@ def check_engine(rank, make_schedule):
     name, values = (("tokens", tokens), ("targets", targets))[mine]
     feed = {mine: [{name: value[lo:hi]} for value in values]}
     losses = []
-    with Engine(make_schedule(pipeline, MICROBATCHES), pipeline, {mine: module}, timeout_seconds=60) as engine:
+    with ScheduleEngine(make_schedule(pipeline, MICROBATCHES), pipeline, {mine: module}, timeout_seconds=60) as engine:
         for _ in range(STEPS):
             losses.append(engine.step(feed).loss)
             optimizer.step()

@@ -23,7 +23,7 @@ from reshard.plan import expand_messages
 from reshard.planner import plan_tensors
 from reshard.runtime.transport import connections
 from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, one_f_one_b
-from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.scheduler.runtime.tied_params import TiedParameter, TiedParameters
 from reshard.testing.processes import run_processes
 from tests.scheduler.runtime.test_engine import make_data, make_modules, make_pipeline, run_rank, single_process
@@ -338,7 +338,7 @@ def _mark_that_breaks():
 def _step_on_a_device_that_fails(rank):
     pipeline, modules = make_pipeline([0, 1, 2]), {rank: make_modules(torch.float64)[rank]}
     ((x, y),) = make_data(torch.float64, [4])
-    with Engine(one_f_one_b(pipeline, 2), pipeline, modules, timeout_seconds=20) as engine:
+    with ScheduleEngine(one_f_one_b(pipeline, 2), pipeline, modules, timeout_seconds=20) as engine:
         if rank == 2:  # it sends the last gradients, for which no later action of it waits
             for mover in engine._program.transfers[0]._movers.values():
                 mover._transfers.on_stream.streams.mark_of = _mark_that_breaks
@@ -360,7 +360,7 @@ def _train_replicas(rank):
     module = replicas.wrap(rank, 2, inner)
     modules = {int(rank > 0): module}
     with (
-        Engine(schedule, pipeline, modules, num_loss_shards=2, timeout_seconds=30) as engine,
+        ScheduleEngine(schedule, pipeline, modules, num_loss_shards=2, timeout_seconds=30) as engine,
         BlockingStream.host(),  # it blocks only if transfers run on such streams
     ):
         engine.step(replicas.feed(rank, 2))

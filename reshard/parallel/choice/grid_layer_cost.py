@@ -23,6 +23,10 @@ _NORM_FORWARD, _NORM_BACKWARD = 2, 1
 _NORM_BYTES = 8.0
 
 
+#: The largest size of a layer: products of sizes stay below the largest float.
+MAX_SIZE = 1 << 40
+
+
 @dataclass(frozen=True)
 class LayerSizes:
     """The properties of a layer that determine its cost on a grid.
@@ -36,7 +40,7 @@ class LayerSizes:
         num_entries: entries of an embedding of ``hidden`` features.
 
     Raises:
-        ArgumentError: a size is not a positive integer, or a count is negative.
+        ArgumentError: a size is not a positive integer, or a count is negative, or one is above :data:`MAX_SIZE`.
     """
 
     hidden: int
@@ -51,10 +55,13 @@ class LayerSizes:
         object.__setattr__(self, "products", tuple((k, n) for k, n in self.products))
         sizes = (self.hidden, self.sequence, *(size for product in self.products for size in product))
         counts = (self.num_heads, self.head_size, self.num_norms, self.num_entries)
-        if not all(type(item) is int and item >= 1 for item in sizes) or not all(
-            type(count) is int and count >= 0 for count in counts
+        if not all(type(item) is int and 1 <= item <= MAX_SIZE for item in sizes) or not all(
+            type(count) is int and 0 <= count <= MAX_SIZE for count in counts
         ):
-            raise ArgumentError(f"sizes of a layer on a grid must be positive integers, and counts at least 0: {self}")
+            raise ArgumentError(
+                f"sizes of a layer on a grid must be positive integers of at most {MAX_SIZE:,}, and counts at least 0: "
+                f"{self}"
+            )
 
     @property
     def max_cols(self) -> int:

@@ -80,6 +80,10 @@ class Candidate:
         return self.num_microbatches, zero, len(self.stages)
 
 
+#: The largest number of samples of a step: profiles measure and scale no more.
+MAX_SAMPLES = 10**15
+
+
 class SearchProblem:
     """The input of a search: the model, the devices and the allowed choices. Computed costs are kept.
 
@@ -122,8 +126,10 @@ class SearchProblem:
         self.profiles = profiles_of(cluster, profile)
         for type_profile in self.profiles.values():
             type_profile.check(graph)
-        if type(num_samples) is not int or num_samples < 1:
-            raise ArgumentError(f"samples is {brief(num_samples)}; it must be a positive integer")
+        if type(num_samples) is not int or not 1 <= num_samples <= MAX_SAMPLES:
+            raise ArgumentError(
+                f"samples is {brief(num_samples)}; it must be a positive integer of at most {MAX_SAMPLES:,}"
+            )
         for count in microbatch_counts:
             if type(count) is not int or count < 1 or num_samples % count:
                 raise ArgumentError(f"{count} microbatches do not divide {num_samples} samples evenly")

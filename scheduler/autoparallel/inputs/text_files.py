@@ -34,7 +34,7 @@ def read_object(text: str) -> dict[str, Any]:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"it is JSON of {type(data).__name__!r}, not of an object")
@@ -58,6 +58,18 @@ def read_text(path: str | Path) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error  # str(error) repeats the name
         raise ArgumentError(f"cannot read {path}: {reason}") from error
+
+
+def check_place(option: str, path: str) -> None:
+    """Check that the file of an option can be written, before work that takes long.
+
+    Raises:
+        ArgumentError: there is no such folder, or the path is a folder itself.
+    """
+    if not Path(path).parent.is_dir():
+        raise ArgumentError(f"--{option} is {path}; there is no such folder")
+    if Path(path).is_dir():
+        raise ArgumentError(f"--{option} is {path}, which is a folder; pass the name of a file")
 
 
 @check_arguments()

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from reshard.errors import ArgumentError
+from reshard.parallel.layer_price import LayerSizes
 from reshard.scheduler.autoparallel import (
     Choice,
     ChoiceRules,
@@ -145,13 +146,25 @@ def test_a_training_plan_whose_parts_do_not_fit_is_not_read(training_plan, chang
 def test_a_file_of_another_kind_is_named_with_what_is_wrong(tmp_path, kind):
     path = tmp_path / "file.json"
     missing = "layers" if kind is LayerGraph else "version"
-    for text, why in (("hello", "it is not JSON: Expecting value"), ("[1]", "of 'list'"), ("{}", f"no '{missing}'")):
+    for text, why in (
+        ("hello", "it is not JSON: Expecting value"),
+        ("[" * 100_000, "it is not JSON"),
+        ("[1]", "of 'list'"),
+        ("{}", f"no '{missing}'"),
+    ):
         path.write_text(text)
         with pytest.raises(ArgumentError, match=f"^{path}: this is not a .*{why}"):
             read_value(path, kind.from_json)
     if kind is not LayerGraph:
         with pytest.raises(ArgumentError, match=f"^{path}: this is not a "):
             kind.read(path)
+
+
+def test_sizes_and_samples_that_no_float_holds_are_refused():
+    with pytest.raises(ArgumentError, match="sizes of a layer on a grid must be positive integers of at most"):
+        LayerSizes(hidden=10**400, sequence=1)
+    with pytest.raises(ArgumentError, match=r"samples is 1000.*; it must be a positive integer of at most"):
+        search(GRAPH, CLUSTER, PROFILE, num_samples=10**20)
 
 
 def test_candidates_of_a_method_must_fit_the_problem():

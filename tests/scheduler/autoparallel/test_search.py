@@ -393,7 +393,13 @@ def test_the_command_prints_and_writes_a_training_plan(tmp_path, capsys):
         ),
         (["transformer:layers=2", *rest, "--flops", "1e12"], "lacks heads, hidden, sequence"),
         (["transformer:layers=2,hidden=8,heads=2,sequence=4,tied=1", *rest, "--flops", "1e12"], "needs a vocabulary"),
+        (["transformer:layers=2,layers=3", *rest, "--flops", "1e12"], "names layers twice"),
         ([str(tmp_path / "none.json"), *rest, "--flops", "1e12"], "there is no file"),
+        (
+            ["none.json", *rest, "--flops", "1e12", "--svg", "/none/plan.svg"],
+            "--svg is /none/plan.svg; there is no such",
+        ),
+        (["none.json", *rest, "--flops", "1e12", "--output", "/"], "--output is /, which is a folder"),
         ([str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--keep", "tp"], "must be NAME=NUMBER"),
     ):
         assert main(["search", *arguments]) == 2

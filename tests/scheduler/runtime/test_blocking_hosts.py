@@ -28,7 +28,7 @@ from reshard.scheduler import (
 from reshard.scheduler.passes import transfer_overlap
 from reshard.scheduler.passes.transfer_overlap import defer_recvs
 from reshard.scheduler.runtime import engine_arguments
-from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.scheduler.schedules.classic import eager_1f1b
 from reshard.sharding.tensor_spec import TensorSpec
@@ -116,7 +116,7 @@ def step(pipeline, schedule, rank, timeout_seconds=60.0):
     size = pipeline.edges[0].tensors[0].shape[0]
     feed = {0: [{"x": torch.full((size,), m + 1.0)} for m in range(schedule.num_microbatches)]}
     ties = [TiedParameter({0: "weight", 3: "weight"}, (1,))]
-    with Engine(schedule, pipeline, modules, ties=ties, timeout_seconds=timeout_seconds) as engine:
+    with ScheduleEngine(schedule, pipeline, modules, ties=ties, timeout_seconds=timeout_seconds) as engine:
         with BlockingStream.host():
             losses = [engine.step(feed).losses for _ in range(2)]
         return losses, {s: float(module.weight.grad) for s, module in modules.items()}
@@ -230,7 +230,7 @@ def run_noisy(rank):
     torch.manual_seed(4)
     feed = {0: [{"x": torch.randn(6, 4)} for _ in range(2)]}
     torch.manual_seed(5 + rank)
-    with Engine(one_f_one_b(pipeline, 2), pipeline, {rank: module}, timeout_seconds=60) as engine:
+    with ScheduleEngine(one_f_one_b(pipeline, 2), pipeline, {rank: module}, timeout_seconds=60) as engine:
         losses = [engine.step(feed).losses for _ in range(2)]
     state = {name: item.tolist() for name, item in module.state_dict().items()}
     return losses, state, module.layer.weight.grad.tolist(), module.sums, len(module.reached)

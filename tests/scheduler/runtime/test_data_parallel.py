@@ -16,8 +16,8 @@ from reshard import Layout, Mesh, ReshardError
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, interleaved_1f1b, one_f_one_b
-from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.replica_sync import restore_gradients, stash_gradients
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 
@@ -97,7 +97,7 @@ def run_ddp(rank, options, change_before, change_after, steps):
         change_before(last)
         module = DistributedDataParallel(last, process_group=group, **options)
         change_after(last)
-    with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
+    with ScheduleEngine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
         for step in range(steps):
             engine.step(feed(rank, step))
     return {name.removeprefix("module."): _plain(p.grad) for name, p in module.named_parameters()}
@@ -153,7 +153,7 @@ def run_with_hooks(rank):
         last.layer.weight.register_post_accumulate_grad_hook(lambda parameter: calls.append("after"))
         last.register_forward_hook(lambda *_: setattr(last, "scale", last.scale * rank))  # differs between the replicas
         module = DistributedDataParallel(last, process_group=group)
-    with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
+    with ScheduleEngine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
         for step in range(2):
             engine.step(feed(rank, step))
             if rank:
@@ -188,7 +188,7 @@ def run_failing(rank, wrapper):
     outcomes, begun = [], time.monotonic()
     for attempt in range(2):
         try:
-            with Engine(
+            with ScheduleEngine(
                 one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=20
             ) as engine:
                 engine.step(feed(rank, 0))
@@ -234,7 +234,7 @@ def run_without_loss_shards(rank):
         fully_shard(module.layer, mesh=DeviceMesh.from_group(groups[1], "cpu"))
         fully_shard(module, mesh=DeviceMesh.from_group(groups[1], "cpu"))
     try:
-        with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}) as engine:
+        with ScheduleEngine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}) as engine:
             engine.step(feed(rank, 0))
     except ArgumentError as error:
         return str(error)
@@ -268,7 +268,7 @@ def run_on_two_meshes(rank, options):
             module.float()
         fully_shard(module, mesh=mesh, shard_placement_fn=place)
     try:
-        with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, **options) as engine:
+        with ScheduleEngine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, **options) as engine:
             engine.step(feed(rank, 0))
     except ArgumentError as error:
         return str(error)
@@ -317,7 +317,7 @@ def run_shared(rank):
         1: [{"target": target.chunk(2)[rank]} for _, target, _ in data(0)],
     }
     schedule = interleaved_1f1b(pipeline, NUM, 1)  # one row has both
-    with Engine(schedule, pipeline, modules, num_loss_shards=2) as engine:
+    with ScheduleEngine(schedule, pipeline, modules, num_loss_shards=2) as engine:
         engine.step(fed)
     return layer.weight.grad.numpy().copy()
 
@@ -337,7 +337,7 @@ def run_hooked(rank):
     if rank:
         module.register_comm_hook(None, lambda state, bucket: None)
     try:
-        Engine(one_f_one_b(make_pipeline(), NUM), make_pipeline(), {int(rank > 0): module}, timeout_seconds=20)
+        ScheduleEngine(one_f_one_b(make_pipeline(), NUM), make_pipeline(), {int(rank > 0): module}, timeout_seconds=20)
     except ReshardError as error:
         return str(error)
 
@@ -359,7 +359,7 @@ def run_plain(rank, wraps_a_layer):
         module.requires_grad_(False)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        Engine(one_f_one_b(make_pipeline(), NUM), make_pipeline(), {int(rank > 0): module}).close()
+        ScheduleEngine(one_f_one_b(make_pipeline(), NUM), make_pipeline(), {int(rank > 0): module}).close()
     return [f"{Path(item.filename).name}: {item.message}" for item in seen]
 
 

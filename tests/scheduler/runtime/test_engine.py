@@ -11,8 +11,8 @@ from reshard import Layout, Mesh, Topology
 from reshard.api.transfers.queued_transfers import QueuedTransfers
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, auto_schedule, gpipe, one_f_one_b, zb_h1
 from reshard.scheduler.passes.transfer_overlap import block_transfers, defer_recvs
-from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.p2p import PendingTransfer, plan_channels
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.scheduler.schedules.classic import eager_1f1b
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
@@ -97,7 +97,7 @@ def run_rank(rank, make, ranks, dtype, sizes, num_steps):
     data = make_data(torch_dtype, sizes)
     feed = {0: [{"x": x} for x, _ in data], 2: [{"target": y} for _, y in data]}
     out = []
-    with Engine(schedule, pipeline, modules, last_pipeline=last, timeout_seconds=30) as engine:
+    with ScheduleEngine(schedule, pipeline, modules, last_pipeline=last, timeout_seconds=30) as engine:
         for number in range(num_steps):
             for module in modules.values():
                 module.zero_grad()

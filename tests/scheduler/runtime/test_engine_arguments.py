@@ -1,4 +1,4 @@
-"""Wrong arguments of an Engine and of its steps raise errors that name the argument."""
+"""Wrong arguments of a ScheduleEngine and of its steps raise errors that name the argument."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from reshard.scheduler import (
 )
 from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.runtime import replica_sync
-from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.engine_arguments import EngineOptions, find_ranks_of_pp_ranks, weigh_last
 from reshard.scheduler.runtime.local_tensors import localize
 from reshard.scheduler.runtime.p2p import find_device_type
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.sharding.tensor_spec import TensorSpec
 
@@ -71,7 +71,7 @@ def _feed():
 @pytest.mark.parametrize("weights", [None, [1, 2, 3, 4], torch.tensor([0.5, 0, 0, 0.25])])
 def test_losses_are_weighted(group, weights):
     model, alone = Model(), Model()
-    with Engine(one_f_one_b(ONE, NUM), ONE, {0: model}, group=group) as engine:
+    with ScheduleEngine(one_f_one_b(ONE, NUM), ONE, {0: model}, group=group) as engine:
         step = engine.step(_feed(), loss_weights=weights)
     losses = [alone(**inputs).loss for inputs in _feed()[0]]
     total = sum(
@@ -103,7 +103,7 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_wrong_arguments_of_a_step_are_named(group, name):
     given, error = STEPS[name]
-    engine = Engine(one_f_one_b(ONE, NUM), ONE, {0: Model()}, group=group)
+    engine = ScheduleEngine(one_f_one_b(ONE, NUM), ONE, {0: Model()}, group=group)
     with engine, pytest.raises(ArgumentError, match=re.escape(error)):
         engine.step(**{"feed": _feed(), **given})
 
@@ -115,7 +115,7 @@ ENGINES = {
     "another last pipeline": ({"last_pipeline": TWO}, "last_pipeline must have the stages and edges of the pipeline"),
     "ties": ({"ties": 5}, "ties must be a list of TiedParameter, not int"),
     "a tie": ({"ties": [5]}, "a tie must be a TiedParameter, not int"),
-    "mesh": ({"pipeline": Pipeline((Stage(1.0, 1.0, 1.0),), ())}, "stage 0 has no mesh; an Engine needs one for every stage"),
+    "mesh": ({"pipeline": Pipeline((Stage(1.0, 1.0, 1.0),), ())}, "stage 0 has no mesh; a ScheduleEngine needs one for every stage"),
     "other ranks": (
         {"pipeline": Pipeline((Stage(1.0, 1.0, 1.0, mesh=Mesh([1])),), ())}, "rank"
     ),
@@ -133,7 +133,7 @@ def test_wrong_arguments_of_an_engine_are_named(group, name):
     given, error = ENGINES[name]
     arguments = {"schedule": one_f_one_b(ONE, NUM), "pipeline": ONE, "modules": {0: Model()}, **given}
     with pytest.raises(ReshardError, match=re.escape(error)):
-        Engine(**arguments, group=group, **({} if "timeout_seconds" in given else {"timeout_seconds": 20}))
+        ScheduleEngine(**arguments, group=group, **({} if "timeout_seconds" in given else {"timeout_seconds": 20}))
 
 
 def _with_last(*shapes):

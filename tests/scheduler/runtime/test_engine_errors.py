@@ -17,7 +17,7 @@ from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, gpipe, one_f_o
 from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.ir.schedule import Schedule
 from reshard.scheduler.runtime import engine as engine_module
-from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import LaunchError, run_processes
@@ -109,7 +109,7 @@ def run_rank(rank, fault):
             ties = (TiedParameter({0: "layer.weight", 1: "layer.weight"}, (3, 3), layouts=layouts),)
         if fault == "late":  # rank 2 then waits for the tied parameter of rank 0
             ties = (TiedParameter({0: "layer.weight", 2: "layer.weight"}, (3, 3)),)
-        engine = Engine(
+        engine = ScheduleEngine(
             build(pipeline, num),
             pipeline,
             modules,
@@ -216,7 +216,7 @@ def make_invalid_engines(rank, cases):
     errors = []
     for pipeline, schedule in cases:
         with pytest.raises(ReshardError) as caught:
-            Engine(schedule, pipeline, {}, timeout_seconds=5)
+            ScheduleEngine(schedule, pipeline, {}, timeout_seconds=5)
         errors.append((type(caught.value), str(caught.value)))
     return errors
 
@@ -253,7 +253,7 @@ class Reentrant(torch.nn.Module):
 def run_reentrant(rank):
     pipeline = Pipeline((Stage(1, 1, 1, mesh=Mesh([0])),), ())
     module = Reentrant()
-    with Engine(one_f_one_b(pipeline, 1), pipeline, {0: module}, timeout_seconds=20) as engine:
+    with ScheduleEngine(one_f_one_b(pipeline, 1), pipeline, {0: module}, timeout_seconds=20) as engine:
         module.engine = engine
         with pytest.raises(ArgumentError, match="already in a step") as caught:
             engine.step({0: [{"x": torch.ones(1)}]})
@@ -275,7 +275,7 @@ def run_on_topologies(rank):
 
     engine_module.plan_channels = record_topology
     for given in (None, Topology.uniform((0,), 1e9)):
-        Engine(one_f_one_b(pipeline, 1), pipeline, {0: Reentrant()}, topology=given).close()
+        ScheduleEngine(one_f_one_b(pipeline, 1), pipeline, {0: Reentrant()}, topology=given).close()
     return used
 
 
@@ -308,7 +308,7 @@ def run_counter(rank, is_buffer, kind=None, signal_only=False):
     edge = Edge(0, 1, 1, 1, tensors=(x, count), without_gradient={"count"})
     pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=item) for item in mesh), (edge,))
     module = (kind or Counter)(rank, is_buffer)
-    engine = Engine(gpipe(pipeline, 6), pipeline, {rank: module}, timeout_seconds=20, signal_only=signal_only)
+    engine = ScheduleEngine(gpipe(pipeline, 6), pipeline, {rank: module}, timeout_seconds=20, signal_only=signal_only)
     try:
         return engine.step({0: [{"x": torch.ones(2, 3)}] * 6}).losses
     except ArgumentError as error:
@@ -322,13 +322,15 @@ def run_on_one_pp_rank(rank):
     pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh),) * 2, (edge,))
     order = ["F0", "F1", "f0", "f1", "b0", "B0", "b1", "B1"]
     actions = tuple(Action(Kind(word[0].upper()), int(word[0].islower()), int(word[1])) for word in order)
-    engine = Engine(Schedule("one pp rank", (actions,), (0, 0), 2), pipeline, {s: Counter(s, False) for s in (0, 1)})
+    engine = ScheduleEngine(
+        Schedule("one pp rank", (actions,), (0, 0), 2), pipeline, {s: Counter(s, False) for s in (0, 1)}
+    )
     with pytest.raises(ArgumentError, match="stage 0 changed 'count' in place after returning it, so stage 1"):
         engine.step({0: [{"x": torch.ones(2, 3)}] * 2})
     shared = torch.nn.Linear(3, 3)
     modules = {0: torch.nn.Sequential(shared), 1: torch.nn.Sequential(shared)}
     with pytest.raises(ArgumentError, match="is the same Parameter as that of stage 0"):
-        Engine(
+        ScheduleEngine(
             Schedule("one pp rank", (actions,), (0, 0), 2),
             pipeline,
             modules,
@@ -336,7 +338,7 @@ def run_on_one_pp_rank(rank):
         )
     modules[1] = torch.nn.Sequential(torch.nn.Linear(3, 3).requires_grad_(False))
     with pytest.raises(DisagreementError, match=r"'0.weight' of stage 0 is trained, but '0.weight' of stage 1, which"):
-        Engine(
+        ScheduleEngine(
             Schedule("one pp rank", (actions,), (0, 0), 2),
             pipeline,
             modules,

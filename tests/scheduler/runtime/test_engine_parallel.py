@@ -12,7 +12,7 @@ from torch import nn
 from reshard import Layout, Mesh
 from reshard.errors import ArgumentError, RemoteError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, auto_schedule, one_f_one_b, zb_h1
-from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
@@ -114,7 +114,9 @@ def run_rank(rank, sizes, how, build, tied, adds_up=False):
         ties = [TiedParameter(names, (VOCABULARY, WIDTH), "float64")]
     shards = sizes[1] if specs[1] == "S0 R" else 1
     schedule = build(pipeline, NUM)
-    with Engine(schedule, pipeline, {stage: module}, ties=ties, num_loss_shards=shards, timeout_seconds=30) as engine:
+    with ScheduleEngine(
+        schedule, pipeline, {stage: module}, ties=ties, num_loss_shards=shards, timeout_seconds=30
+    ) as engine:
         for _ in range(2):
             module.zero_grad()
             step = engine.step(feed)
@@ -201,7 +203,7 @@ def run_partly_used(rank, finds_unused):
             PartlyUsed(rank == 1), process_group=groups[1], find_unused_parameters=finds_unused
         )
     feed = {0: [{"input": torch.ones(4, 3)}] * 2}
-    with Engine(one_f_one_b(pipeline, 2), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
+    with ScheduleEngine(one_f_one_b(pipeline, 2), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
         engine.step(feed)
     return {n: None if p.grad is None else p.grad.numpy().copy() for n, p in module.named_parameters()}
 
@@ -236,7 +238,7 @@ def run_wrapped(rank):
         (nn.Linear(3, 3), 3),
     ):
         try:
-            with Engine(schedule, pipeline, {0: module}, num_loss_shards=shards, timeout_seconds=20) as engine:
+            with ScheduleEngine(schedule, pipeline, {0: module}, num_loss_shards=shards, timeout_seconds=20) as engine:
                 engine.step({0: [{"input": torch.ones(1, 3)}]})
         except ArgumentError as error:
             errors.append(str(error))
@@ -264,7 +266,7 @@ def run_timeline(rank):
     x = TensorSpec((1, 3), "float32", Layout(meshes[0]), Layout(meshes[1]), "input")
     pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=mesh) for mesh in meshes), (Edge(0, 1, 1, 1, tensors=(x,)),))
     stage = int(rank == 3)
-    with Engine(
+    with ScheduleEngine(
         one_f_one_b(pipeline, 2), pipeline, {stage: nn.Linear(3, 1 if stage else 3)}, timeout_seconds=20
     ) as engine:
         engine.step({0: [{"input": torch.ones(1, 3)}] * 2})

@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from reshard.scheduler import zb_h1
 from reshard.scheduler.ir.actions import StageChannel
-from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.observe import find_observer
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.testing import run_processes
 from tests.scheduler.runtime.test_engine import make_data, make_modules, make_pipeline
 
@@ -28,7 +28,7 @@ def _train(rank):
     handler = logging.Handler()
     handler.emit = lambda record: records.append((record.name, record.getMessage()))
     logging.getLogger("reshard").addHandler(handler)
-    with Engine(zb_h1(pipeline, NUM), pipeline, {rank: make_modules(torch.float64)[rank]}) as engine:
+    with ScheduleEngine(zb_h1(pipeline, NUM), pipeline, {rank: make_modules(torch.float64)[rank]}) as engine:
         engine.step(feed)
         quiet = len(records)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -28,11 +28,11 @@ from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.ir.communication import add_transfers
 from reshard.scheduler.ir.schedule import in_flight_change
 from reshard.scheduler.ir.text import parse_action
-from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.engine_arguments import check_order
 from reshard.scheduler.runtime.gradient_passes import GradientPasses
 from reshard.scheduler.runtime.rank_actions import compile_actions
 from reshard.scheduler.runtime.ready_order import ReadyPlan, ReadyQueue
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 
@@ -134,7 +134,7 @@ def run_case(rank, name, order, seed):
     modules = {s: Block(s, pipeline, width, pause, is_tied=s == 1) for s, its in enumerate(ranks) if its == rank}
     torch.manual_seed(9)
     feed = {0: [{"x": torch.randn(ROWS, width)} for _ in range(NUM)]}
-    with Engine(build(pipeline, NUM), pipeline, modules, order=order, timeout_seconds=60) as engine:
+    with ScheduleEngine(build(pipeline, NUM), pipeline, modules, order=order, timeout_seconds=60) as engine:
         steps = [engine.step(feed) for _ in range(2)]
     state = {s: [p.grad for p in m.parameters()] + [*m.buffers()] for s, m in modules.items()}
     return [(step.losses, step.loss) for step in steps], state
@@ -173,7 +173,7 @@ def run_late(rank):
     module = Block(rank, pipeline, WIDTH, tell if rank else wait_for_backward)
     feed = {0: [{"x": torch.randn(ROWS, WIDTH)} for _ in range(3)]}
     schedule = make_schedule(pipeline, "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1F1 1F2 1B0 1B1 1B2", 3)
-    with Engine(schedule, pipeline, {rank: module}, order="ready", timeout_seconds=60) as engine:
+    with ScheduleEngine(schedule, pipeline, {rank: module}, order="ready", timeout_seconds=60) as engine:
         engine.step(feed)
         spans = engine.timeline().spans
     return "".join(module.log), [str(span.action) for span in spans if span.pp_rank == 1]
@@ -215,14 +215,16 @@ def run_wrong(rank):
         module.kind = kind
         begun = time.monotonic()
         try:
-            with Engine(one_f_one_b(chain, NUM), chain, {rank: module}, order=order, timeout_seconds=60) as engine:
+            with ScheduleEngine(
+                one_f_one_b(chain, NUM), chain, {rank: module}, order=order, timeout_seconds=60
+            ) as engine:
                 engine.step(feed)
         except (ReshardError, ValueError) as error:
             errors.append(str(error))
         assert time.monotonic() - begun < 40
     try:
         stage = min(rank, 1)
-        Engine(make_schedule(wide, plan, 2), wide, {stage: Block(stage, wide, WIDTH)}, order="ready")
+        ScheduleEngine(make_schedule(wide, plan, 2), wide, {stage: Block(stage, wide, WIDTH)}, order="ready")
     except ReshardError as error:
         errors.append(str(error))
     return errors

@@ -8,8 +8,8 @@ from torch import nn
 from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.scheduler import StageOutput, one_f_one_b
-from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.replica_sync import ReplicaSync, _sparse
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.testing.processes import run_processes
 from tests.support.stages_with_replicas import (
     NUM,
@@ -54,7 +54,7 @@ def run_used_once(rank):
     pipeline = make_pipeline(2)
     inner = Tables() if rank else First()
     inner.uses = rank == 1
-    with Engine(
+    with ScheduleEngine(
         one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): wrap(rank, 2, inner)}, num_loss_shards=2
     ) as engine:
         engine.step(feed(rank, 2))
@@ -93,7 +93,7 @@ def run_flat(rank):
     flat = torch.ones(sum(p.numel() for p in module.parameters()), dtype=torch.float64)
     for parameter, part in zip(module.parameters(), flat.split([p.numel() for p in module.parameters()]), strict=True):
         parameter.grad = part.view(parameter.shape)
-    with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
+    with ScheduleEngine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
         engine.step(feed(rank, 2))
         watched = [item for item in Monitor.of(find_group(None))._watched if isinstance(item, ReplicaSync)]
     return gradients(module), flat.numpy().copy(), len(watched)

@@ -11,7 +11,7 @@ from reshard.errors import ArgumentError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput
 from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.ir.schedule import Schedule
-from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 
@@ -86,7 +86,9 @@ def _run(rank, order, module_class):
     x = TensorSpec((1, WIDTH), "float64", Layout(mesh), Layout(mesh), "x")
     pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh),) * 2, (Edge(0, 1, 1, 1, tensors=(x,)),))
     modules = {stage: module_class(stage) for stage in (0, 1)}
-    with Engine(Schedule("by hand", (_row(ORDERS[order]),), (0, 0), NUM_MICROBATCHES), pipeline, modules) as engine:
+    with ScheduleEngine(
+        Schedule("by hand", (_row(ORDERS[order]),), (0, 0), NUM_MICROBATCHES), pipeline, modules
+    ) as engine:
         try:
             engine.step({0: [{"x": x} for x in _inputs()]}, loss_weights=[1.0] * NUM_MICROBATCHES)
         except (ArgumentError, ValueError) as error:

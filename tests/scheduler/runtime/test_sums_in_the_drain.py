@@ -16,8 +16,8 @@ from reshard import Layout, Mesh
 from reshard.compression import Policy
 from reshard.errors import DisagreementError, ReshardError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, auto_schedule, dualpipe_v, interleaved_1f1b, zb_v
-from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.replica_sync import ReplicaSync
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.nccl.streams import BlockingStream, use_streams
@@ -116,7 +116,7 @@ def step(
     modules = {s: DistributedDataParallel(item, process_group=groups[s]) for s, item in inner.items()}
     feed = make_feed(rank, rows, size)
     options = {"num_loss_shards": len(replicas[-1][0]), "compression": compression, "timeout_seconds": 60}
-    with Engine(schedule, pipeline, modules, **options) as engine:
+    with ScheduleEngine(schedule, pipeline, modules, **options) as engine:
         if not starts_early:
             engine._program = dataclasses.replace(engine._program, sum_places={})
         for _ in range(2):
@@ -209,7 +209,7 @@ def run_failing(rank, fault):
                 item.zero_grad()
         log.clear()
         if attempt in (0, 3):
-            engine = Engine(schedule, pipeline, modules, num_loss_shards=2, timeout_seconds=60)
+            engine = ScheduleEngine(schedule, pipeline, modules, num_loss_shards=2, timeout_seconds=60)
         begun = time.monotonic()
         try:
             engine.step(feed)

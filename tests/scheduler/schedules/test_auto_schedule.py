@@ -97,7 +97,7 @@ def test_limits_of_pp_ranks_may_differ():
 
 
 def test_stages_of_a_row_share_its_memory_over_time():
-    """A row keeps at most four microbatches of its two stages together, but up to four of the first one."""
+    """A pp rank keeps at most four microbatches of its two stages together, but up to four of the first one."""
     pipeline = Pipeline.of_costs([1.0] * 4, [2.0] * 4, [0.1] * 3)
     schedule = auto_schedule(pipeline, 8, activation_limit_bytes=4, pp_rank_of_stage=[0, 1, 0, 1])
     check_schedule(schedule, pipeline, 4)

@@ -34,7 +34,7 @@ def draw_policy(chance, case):
 
 @pytest.mark.parametrize("seed", range(24))
 def test_list_scheduling_equals_its_reference(seed):
-    chance, case = random.Random(seed), draw_case(seed, most_rows=5, most_stages=9)
+    chance, case = random.Random(seed), draw_case(seed, most_pp_ranks=5, most_stages=9)
     policy = draw_policy(chance, case)
     model = OrderModel(case.pipeline, case.pp_rank_of_stage, case.num_microbatches)
     expected = order_greedily(case.pipeline, case.num_microbatches, case.pp_rank_of_stage, policy)
@@ -52,7 +52,7 @@ def test_list_scheduling_equals_its_reference(seed):
 
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_makespans_of_known_schedules_equal_the_simulation(seed):
-    case = draw_case(seed, most_rows=5, most_stages=9)
+    case = draw_case(seed, most_pp_ranks=5, most_stages=9)
     model = OrderModel(case.pipeline, case.pp_rank_of_stage, case.num_microbatches)
     for name, rank_actions in known_orders(case.pp_rank_of_stage, case.num_microbatches):
         schedule = add_transfers(name, rank_actions, case.pipeline, case.pp_rank_of_stage, case.num_microbatches)
@@ -65,7 +65,7 @@ def test_makespans_of_known_schedules_equal_the_simulation(seed):
 
 
 def test_an_order_that_deadlocks_takes_forever():
-    case = draw_case(0, most_rows=2, most_stages=2)
+    case = draw_case(0, most_pp_ranks=2, most_stages=2)
     model = OrderModel(case.pipeline, (0, 1), case.num_microbatches)
     order = model.numbers(next(known_orders((0, 1), case.num_microbatches))[1])
     order[1].reverse()

@@ -103,11 +103,13 @@ def test_without_a_limit_each_row_may_keep_what_the_fullest_row_of_1f1b_keeps():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_more_memory_is_never_slower(seed):
-    case = draw_case(seed, most_rows=4, most_stages=8)
-    pipeline, rows = case.pipeline, case.pp_rank_of_stage
+    case = draw_case(seed, most_pp_ranks=4, most_stages=8)
+    pipeline, pp_rank_of_stage = case.pipeline, case.pp_rank_of_stage
 
     def took(limit):
-        schedule = auto_schedule(pipeline, case.num_microbatches, activation_limit_bytes=limit, pp_rank_of_stage=rows)
+        schedule = auto_schedule(
+            pipeline, case.num_microbatches, activation_limit_bytes=limit, pp_rank_of_stage=pp_rank_of_stage
+        )
         assert limit is None or max(schedule.peak_bytes(pipeline)) <= limit
         return simulate_schedule(schedule, pipeline).makespan_seconds, max(schedule.peak_bytes(pipeline))
 
@@ -144,11 +146,11 @@ def test_a_forward_that_overlaps_no_backward_is_refused_and_yet_exported():
 
 
 @pytest.mark.parametrize("build", [interleaved_1f1b, interleaved_zero_bubble, looped_bfs])
-@pytest.mark.parametrize(("rows", "per_row"), [(1, 2), (2, 3), (3, 2), (4, 2), (5, 3)])
-def test_looped_schedules_are_valid_for_any_number_of_microbatches(build, rows, per_row):
-    pipeline = chain(*[0.1] * (rows * per_row - 1))
-    for num in range(1, 3 * rows + 1):
-        check_schedule(build(pipeline, num, rows), pipeline)
+@pytest.mark.parametrize(("num_pp_ranks", "per_pp_rank"), [(1, 2), (2, 3), (3, 2), (4, 2), (5, 3)])
+def test_looped_schedules_are_valid_for_any_number_of_microbatches(build, num_pp_ranks, per_pp_rank):
+    pipeline = chain(*[0.1] * (num_pp_ranks * per_pp_rank - 1))
+    for num in range(1, 3 * num_pp_ranks + 1):
+        check_schedule(build(pipeline, num, num_pp_ranks), pipeline)
 
 
 def test_only_a_forward_overlaps_the_next_computation():

@@ -16,7 +16,7 @@ import reshard
 from reshard import Mesh, ReshardError
 from reshard.errors import RemoteError
 from reshard.scheduler import Pipeline, Stage, one_f_one_b
-from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.scheduler.runtime.torch_compat import is_connection_error
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.stages_with_replicas import (
@@ -60,7 +60,9 @@ def run_failing(rank, where):
     module = wrap(rank, 2, inner)
     schedule, outcomes = one_f_one_b(pipeline, NUM), []
     for attempt in range(2):
-        with Engine(schedule, pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=60) as engine:
+        with ScheduleEngine(
+            schedule, pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=60
+        ) as engine:
             fed = feed(rank, 2)
             if rank:
                 module(torch.ones(1, WIDTH, dtype=torch.float64), target=0.0).loss.detach()
@@ -114,7 +116,9 @@ def run_buffers(rank, kinds):
             inner.register_buffer("held", made)
 
         def step(kind=kind, whole=whole):
-            with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
+            with ScheduleEngine(
+                one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2
+            ) as engine:
                 if kind == "reshaped" and rank == 2:
                     inner.held = whole[:2]
                 next(inner.parameters()).requires_grad_(kind != "frozen" or rank != 2)
@@ -157,7 +161,7 @@ def run_losses(rank, numbers):
     for shards in numbers:
         inner.zero_grad()
         try:
-            with Engine(schedule, pipeline, {int(rank > 1): module}, num_loss_shards=shards) as engine:
+            with ScheduleEngine(schedule, pipeline, {int(rank > 1): module}, num_loss_shards=shards) as engine:
                 step = engine.step(feed(rank, 1, first=2))
             losses.append(("done", gradients(inner), step.loss))
         except ReshardError as error:
@@ -189,7 +193,7 @@ def run_with_dead_replica(rank, raises):
     pipeline = make_pipeline(3)
     inner = Last() if rank else First()
     module = wrap(rank, 3, inner)
-    with Engine(
+    with ScheduleEngine(
         one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=3, timeout_seconds=60
     ) as engine:
         engine.step(feed(rank, 3))
@@ -215,12 +219,14 @@ def run_single_stage(rank):
     pipeline = Pipeline((Stage(1, 1, 1, mesh=Mesh([0, 1])),), ())
     inner = Last()
     sharded = fully_shard(Last().requires_grad_(rank == 0), mesh=init_device_mesh("cpu", (2,)))
-    error, _ = catch(lambda: Engine(one_f_one_b(pipeline, NUM), pipeline, {0: sharded}, num_loss_shards=2))
+    error, _ = catch(lambda: ScheduleEngine(one_f_one_b(pipeline, NUM), pipeline, {0: sharded}, num_loss_shards=2))
     assert "ranks 0 and 1 of stage 0 froze different parameters" in error
     inner.fault = fail if rank else None
     fed = {0: [{"x": x.chunk(2)[rank], "target": target.chunk(2)[rank]} for x, target in data()]}
     module = DistributedDataParallel(inner)
-    with Engine(one_f_one_b(pipeline, NUM), pipeline, {0: module}, num_loss_shards=2, timeout_seconds=60) as engine:
+    with ScheduleEngine(
+        one_f_one_b(pipeline, NUM), pipeline, {0: module}, num_loss_shards=2, timeout_seconds=60
+    ) as engine:
         return catch(lambda: engine.step(fed))
 
 
@@ -235,7 +241,7 @@ def run_replicas_across_stages(rank, wrapper):
     module = (
         DistributedDataParallel(module) if wrapper == "DDP" else fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     )
-    return catch(lambda: Engine(one_f_one_b(pipeline, NUM), pipeline, {rank: module}, timeout_seconds=60))[0]
+    return catch(lambda: ScheduleEngine(one_f_one_b(pipeline, NUM), pipeline, {rank: module}, timeout_seconds=60))[0]
 
 
 @pytest.mark.parametrize("wrapper", ["DDP", "FSDP"])
@@ -252,7 +258,7 @@ def run_in_joined_group(rank):
     mine = 2 - rank
     module = DistributedDataParallel(Last(), process_group=groups[1]) if mine else First()
     pipeline = make_pipeline(2)
-    with Engine(
+    with ScheduleEngine(
         one_f_one_b(pipeline, NUM), pipeline, {int(mine > 0): module}, group=group, num_loss_shards=2
     ) as engine:
         engine.step(feed(mine, 2))

@@ -78,7 +78,7 @@ ending_calls = publish_exceptions(lambda error, args, _: args[0]._engine.interru
 Feed = Mapping[int, Sequence[Mapping[str, Any]]]
 
 
-class Engine:
+class ScheduleEngine:
     """Runs a schedule, one iteration per :meth:`step`. Every rank of the pipeline makes an engine and calls each step.
 
     A step adds the gradients of the total loss to each parameter's ``.grad``. The total loss is the weighted sum, over
@@ -394,7 +394,7 @@ class Engine:
         self._program.close()
         self._state.ties.close()
 
-    def __enter__(self) -> Engine:
+    def __enter__(self) -> ScheduleEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
