@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from reshard.errors import ArgumentError
-from reshard.parallel.layer_price import LayerSizes
+from reshard.parallel.choice.grid_layer_cost import LayerSizes
 from reshard.scheduler.autoparallel import (
     Choice,
     ChoiceRules,
