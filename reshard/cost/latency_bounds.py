@@ -145,7 +145,7 @@ class _Problem:
         return self.latency * max(self._num_rounds(holders, count) for holders, count in starts)
 
     def seconds_of_broadcasts(self) -> float:
-        """The bound of broadcasts: the last byte that leaves a sole holder with one NIC takes all rounds after that."""
+        """The bound of broadcasts: after a sole holder with one NIC sent its last byte, that byte takes all rounds."""
         by_rounds: dict[int, Counter[int]] = {}
         for (holders, destinations), (nbytes, _) in self.demand.items():
             if len(holders) == 1 and self.num_nics[holders[0]] == 1:

@@ -8,8 +8,8 @@
     mover = reshard.cupy.Mover(plan, comm)
     shard = mover(source)  # ordered with the work on the current stream
 
-If one rank refuses its plan, or its arrays in the first transfer, all ranks raise an error; also if an exception such
-as KeyboardInterrupt ends the constructor or this check. There is no other failure detection: the only connection is
+If one rank refuses its plan, or its arrays in the first transfer, all ranks raise an error. So they do if an exception
+such as KeyboardInterrupt ends the constructor or this check. Nothing else detects failures: the only connection is
 NCCL's. If a rank exits, or raises before it starts its part of a later transfer, the other ranks block until the
 program aborts their communicators, as in any NCCL program.
 

@@ -22,7 +22,7 @@ class TrainerInitInfo(base.TrainerInitInfo):
     Attributes:
         model: as for :class:`reshard.weights.Publisher`, with the names of a Hugging Face checkpoint.
         store: a ``torch.distributed.TCPStore`` that the trainer and all workers reach.
-        host: under which the workers reach the store.
+        host: the address at which the workers reach the store.
         name, group, dtype: as for :class:`reshard.weights.Publisher`.
         timeout_seconds: how long an update may take.
     """

@@ -104,7 +104,7 @@ def find_large_rounds(plan: Plan) -> LargeRounds:
 
 
 class _Rounds:
-    """The properties of a plan on which its rounds depend."""
+    """The sizes, hosts and relays of a plan, from which its rounds follow."""
 
     def __init__(self, plan: Plan) -> None:
         messages = tabulate_messages(plan)
