@@ -14,6 +14,7 @@ import torch.distributed as dist
 from reshard.coordination import describe_error
 from reshard.errors import ArgumentError, PlanError, RemoteError, ReshardError
 from reshard.formatting import describe_ranks
+from reshard.threads import start_thread
 from reshard.weights.membership.mailbox import MailboxMessage
 from reshard.weights.membership.roster import Latest, Member
 from reshard.weights.membership.survivors import on_ranks
@@ -343,8 +344,8 @@ class Dispatcher:
         """Look again after a while."""
         message = {"kind": "tick", "nonce": job.nonce}
         timer = threading.Timer(DISPATCH_CHECK_INTERVAL_SECONDS, self._post_tick, [message])
-        timer.daemon = True
-        timer.start()
+        timer.daemon, timer.name = True, "reshard-timer"
+        start_thread(timer)
 
     def _post_tick(self, message: MailboxMessage) -> None:
         while not self._team.is_closed:

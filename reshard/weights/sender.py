@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.errors import ReshardError
+from reshard.threads import start_thread
 from reshard.weights.dispatcher import DISPATCH_CHECK_INTERVAL_SECONDS, Dispatcher, Outcome
 from reshard.weights.encoded import EncodedTransfers, RawHandle, SendingHandle
 from reshard.weights.format_choice import FormatChoice, keeps_base
@@ -132,8 +133,8 @@ class Sender:
 
         def look_later() -> None:
             timer = threading.Timer(min(DISPATCH_CHECK_INTERVAL_SECONDS * team.rank, MAX_WATCH_SECONDS), look)
-            timer.daemon = True
-            timer.start()
+            timer.daemon, timer.name = True, "reshard-timer"
+            start_thread(timer)
 
         if team.rank:
             look_later()
