@@ -11,7 +11,7 @@ from typing import Any
 from reshard.errors import ResourceError
 
 #: How often to look whether a thread that does not begin has ended.
-CHECK_INTERVAL_SECONDS = 0.1
+BEGIN_CHECK_SECONDS = 0.1
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -56,7 +56,7 @@ class _Beginning(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         """See the class."""
         vars(self._thread).pop("_bootstrap", None)  # from here on, only the interpreter holds it
-        while timeout is None and not super().wait(CHECK_INTERVAL_SECONDS):
+        while timeout is None and not super().wait(BEGIN_CHECK_SECONDS):
             if self._ended and not self.is_set():
                 raise RuntimeError("it ended before it began, for lack of memory")
         return super().wait(timeout)

@@ -261,7 +261,7 @@ class Hub:
 
     def close(self, reason: tuple[str, str] | None = None) -> None:
         """Say goodbye and close all connections. For ``reason``, see :meth:`_Peer.say_goodbye`."""
-        for peer in self._peers.values():
+        for peer in list(self._peers.values()):  # at the end of a process, another thread may still read
             peer.say_goodbye(reason)
         for peer in (*self._peers.values(), *self._unverified):
             peer.close()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from reshard.coordination import describe_error
 from reshard.errors import ArgumentError, PlanError, RemoteError, ReshardError
 from reshard.formatting import describe_ranks
+from reshard.threads import start_thread
 from reshard.weights.membership.mailbox import MailboxMessage
 from reshard.weights.membership.roster import Latest, Member
 from reshard.weights.membership.survivors import on_ranks
@@ -347,8 +348,8 @@ class Dispatcher:
         if not self._is_ticking:
             self._is_ticking = True
             timer = threading.Timer(DISPATCH_CHECK_INTERVAL_SECONDS, self._post_tick)
-            timer.daemon = True
-            timer.start()
+            timer.daemon, timer.name = True, "reshard-timer"
+            start_thread(timer)
 
     def _post_tick(self) -> None:
         while not self._team.is_closed:

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.errors import ReshardError
+from reshard.threads import start_thread
 from reshard.weights.dispatcher import DISPATCH_CHECK_INTERVAL_SECONDS, Dispatcher, Outcome
 from reshard.weights.membership.mailbox import MailboxMessage
 from reshard.weights.membership.survivors import on_ranks
@@ -127,8 +128,8 @@ class Sender:
 
     def _look_later(self) -> None:
         timer = threading.Timer(min(DISPATCH_CHECK_INTERVAL_SECONDS * self._team.rank, MAX_WATCH_SECONDS), self._look)
-        timer.daemon = True
-        timer.start()
+        timer.daemon, timer.name = True, "reshard-timer"
+        start_thread(timer)
 
     def _look(self) -> None:
         """Look whether the ranks before this one are alive. Many versions may pass between two looks."""

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh
+from reshard.coordination import explain_lost_store
 from reshard.coordination.call_group import find_call_group
 from reshard.coordination.groups.process_group import find_group
 from reshard.runtime.transport import BrokenConnectionError, Connections
@@ -207,3 +209,10 @@ def _explain_lost_connection(rank, lost):
 def test_lost_connections_lead_to_the_dead_rank(lost, expected):
     """A rank that detects a death closes its connections. So its neighbors lose it as well, although it is alive."""
     assert run_processes(_explain_lost_connection, 3, lost) == expected
+
+
+def test_deep_recursion_of_the_caller_is_no_lost_store():
+    """A RecursionError is a RuntimeError, as the errors of torch's store are."""
+    group = types.SimpleNamespace(rank=1, call_groups={})
+    found = explain_lost_store(group, RecursionError("maximum recursion depth exceeded"))
+    assert str(found) == "rank 1: RecursionError: maximum recursion depth exceeded"

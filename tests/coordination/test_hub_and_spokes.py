@@ -55,6 +55,23 @@ def test_goodbye_after_an_answer_is_not_a_loss(ends):
     assert not spoke.is_lost()
 
 
+def test_hub_closes_at_the_end_of_a_process_while_its_thread_accepts_a_rank(ends, monkeypatch):
+    hub, spoke = ends
+    spoke.send_request({}, 5.0)
+    _pump(hub, lambda: 1 in hub.pending)
+    peer = hub._peers[1]
+    say_goodbye = type(peer).say_goodbye
+
+    def accept_too(self, reason):
+        hub._peers[2] = peer
+        say_goodbye(self, reason)
+
+    monkeypatch.setattr(type(peer), "say_goodbye", accept_too)
+    hub.close()
+    time.sleep(0.1)
+    assert not spoke.is_lost()
+
+
 def test_close_without_a_goodbye_is_a_loss_on_both_sides(ends):
     hub, spoke = ends
     spoke.send_request({}, 5.0)

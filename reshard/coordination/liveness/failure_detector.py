@@ -97,6 +97,8 @@ def explain_loss(check_status: Callable[[], None], text: str, reason: Sequence[s
 
 def explain_lost_store(group: Group, error: BaseException) -> ReshardError:
     """The error of a call that lost the store: the error that ended another rank, or one that names a lost rank."""
+    if isinstance(error, RecursionError):  # a RuntimeError, too
+        return RemoteError(f"rank {group.rank}: {type(error).__name__}: {error}")
     deadline = time.monotonic() + CAUSE_SECONDS
     while True:
         for call_group in list(group.call_groups.values()):
