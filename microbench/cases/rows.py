@@ -191,7 +191,7 @@ def gathered() -> Iterable[Row]:
         yield from _rows("gathered", "five", (side, side), src, dst, (f"{a} -> {b}, {side} x {side}", a, b, False))
 
 
-def three_axes() -> Iterable[Row]:
+def three_axes(suite: str = "three axes", cluster: str = "five") -> Iterable[Row]:
     """Ten random pairs of meshes of three axes on two and three hosts of 4 devices, with at least 32 MiB of float32."""
     rng = random.Random(2)
     for number in range(10):
@@ -206,7 +206,21 @@ def three_axes() -> Iterable[Row]:
             specs.append(" ".join("S" + "".join(axes) if axes else "R" for axes in axes_of))
         name = f"{number}: {specs[0]} on {src_hosts}x2x2 -> {specs[1]} on {dst_hosts}x2x2"
         shape = (rows, 8 * _MIB // rows + 1)
-        yield from _rows("three axes", "five", shape, src, dst, (name, specs[0], specs[1], False))
+        yield from _rows(suite, cluster, shape, src, dst, (name, specs[0], specs[1], False))
+
+
+def slow() -> Iterable[Row]:
+    """Pairs of three-axis and uneven meshes on hosts of 4 devices with 200 Mbit/s, at which two cores keep up."""
+    for shape, src, src_spec, dst, dst_spec in (
+        ((2900, 2896), "2x2x4", "S1 S20", "5x4", "R S0"),
+        ((2100, 2300), "3x2x2", "R S1", "3x4", "S1 S0"),
+        ((3001, 1999), "4x2x2", "S2 S0", "2x2x4", "S01 R"),
+        ((1024, 1024), "1x4", "S0 R", "5x4", "R R"),
+    ):
+        first = Mesh.of(src)
+        pair = first, Mesh.of(dst, first_rank=len(first.ranks))
+        yield from _rows("slow", "nine_slow", shape, *pair, (f"{src_spec} -> {dst_spec}", src_spec, dst_spec, False))
+    yield from three_axes("slow", "nine_slow")
 
 
 def random_rows(seed: int, count: int) -> Iterable[Row]:
@@ -240,6 +254,7 @@ SUITES = {
     "sweep": sweep,
     "gathered": gathered,
     "three axes": three_axes,
+    "slow": slow,
 }
 
 

@@ -2,7 +2,9 @@
 
 Each row is one plan, made in a new process: CPU seconds, peak memory, messages, strategy, and the simulated time over
 the lower bound (above a million messages, the predicted time). ``--compare`` also makes and simulates the plans of
-other strategies, and the exit status is 1 if one of them is faster than ``auto`` by more than 0.5 %. It is also 1 if a
+other strategies, unless a lower bound on their time is at most 0.5 % below the time of ``auto``. The exit status is 1
+if one of them is faster by more than 0.5 %, apart from gathered plans, which ``auto`` takes only if they halve the time
+(decision 31). It is also 1 if a
 plan takes more CPU time or memory than its limit. ``--before`` repeats each row with another version of the library. No
 data is moved. One tensor of the pairs is 8 GiB: 65536 x 65536 bfloat16, on hosts of eight ranks with one NIC of 10
 Gbit/s, or those of ``--preset``. Exponents of the growth of CPU time and memory are fitted
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import signal
 import subprocess
@@ -133,26 +136,26 @@ def _experts(count: int, *, is_sharded: bool) -> tuple[list[TensorSpec], Topolog
     return tensors, _hosts(16)
 
 
-def _other(name: str) -> tuple[list[TensorSpec], Topology]:
-    """Pairs of 128 ranks that differ in one way from those of the table."""
-    shape, count = (16384, 16384), 256
-    src, dst = Layout(Mesh.of((16, 8)), "S01 R"), Layout(Mesh.of((16, 8), first_rank=128), "S1 R")
+def _other(name: str, ranks: int) -> tuple[list[TensorSpec], Topology]:
+    """Pairs of as many ranks that differ in one way from those of the table. The tensor has 512 MiB to 128 ranks."""
+    size, count, hosts = 16384 if ranks <= 128 else _SHAPE[0], 2 * ranks, ranks // 8
+    shape = size, size
+    src, dst = Layout(Mesh.of((hosts, 8)), "S01 R"), Layout(Mesh.of((hosts, 8), first_rank=ranks), "S1 R")
     topology = _hosts(count)
     if name == "overlapping":
-        dst, topology = Layout(Mesh.of((16, 8), first_rank=64), "S1 R"), _hosts(192)
+        dst, topology = Layout(Mesh.of((hosts, 8), first_rank=ranks // 2), "S1 R"), _hosts(ranks * 3 // 2)
     elif name == "equal":
-        dst, topology = Layout(Mesh.of((16, 8)), "S1 R"), _hosts(128)
+        dst, topology = Layout(Mesh.of((hosts, 8)), "S1 R"), _hosts(ranks)
     elif name == "8-to-4":
-        dst = Layout(Mesh.of((32, 4), first_rank=128), "S1 R")
-        topology = Topology.uniform([r // 8 if r < 128 else 16 + (r - 128) // 4 for r in range(count)], 10 * _GBIT)
+        dst = Layout(Mesh.of((2 * hosts, 4), first_rank=ranks), "S1 R")
+        topology = Topology.uniform([r // 8 if r < ranks else r // 4 - hosts for r in range(count)], 10 * _GBIT)
     elif name == "two-nics":
         topology = Topology(tuple(rank // 8 for rank in range(count)), (Host((Link.of(10 * _GBIT),) * 2),))
     elif name == "pods":
-        pods = (Link.of(40 * _GBIT),) * 4
-        hosts = tuple(Host((Link.of(10 * _GBIT),), host // 8) for host in range(32))
-        topology = Topology(tuple(rank // 8 for rank in range(count)), hosts, pods=pods)
+        nics = tuple(Host((Link.of(10 * _GBIT),), host // 8) for host in range(2 * hosts))
+        topology = Topology(tuple(rank // 8 for rank in range(count)), nics, pods=(Link.of(40 * _GBIT),) * (hosts // 4))
     elif name == "uneven":
-        shape = (16381, 16363)
+        shape = size - 3, size - 21
     return [TensorSpec(shape, "bfloat16", src, dst)], topology
 
 
@@ -207,13 +210,14 @@ def inputs(case: str) -> tuple[list[TensorSpec], Topology]:
     """The tensors and the topology of a case.
 
     A case is a pair with its ranks (``swap/1024``) and perhaps a preset (``swap/1024/dgx_h100``), a model, or one of
-    ``OTHERS``.
+    ``OTHERS``, perhaps with its ranks (``pods/1024``; otherwise 128).
     """
     if case in MODELS:
         return MODELS[case]()
-    if case in OTHERS:
-        return _other(case)
-    name, ranks, *preset = case.split("/")
+    name, *rest = case.split("/")
+    if name in OTHERS:
+        return _other(name, int(rest[0]) if rest else 128)
+    ranks, *preset = rest
     return _pair(name, int(ranks), *preset)
 
 
@@ -253,6 +257,19 @@ def measure(case: str, strategy: str, simulates: bool, *, has_loads: bool = Fals
     return record
 
 
+def bounds_of(case: str) -> dict[str, float]:
+    """A lower bound, in seconds, on the time of each strategy's plan of a case."""
+    from reshard.plan import DEFAULT_STAGING_BYTES, ranks_of
+    from reshard.planner.estimates import StrategyBounds
+    from reshard.planner.stacking import Stacks, stack_problem
+    from reshard.planner.strategy_registry import STRATEGIES
+
+    tensors, topology = inputs(case)
+    used = topology.only(ranks_of(tensors))
+    bounds = StrategyBounds(stack_problem(tensors, Stacks.of(tensors), used, DEFAULT_STAGING_BYTES))
+    return {name: bounds.of_strategy(name) for name in STRATEGIES}
+
+
 def run_one(python: str, case: str, strategy: str, limit: float, *, has_loads: bool = False) -> dict[str, Any]:
     """:func:`measure` in a new process; ``limit`` seconds for the simulation."""
     command = [python, "-P", str(Path(__file__).resolve()), case, strategy, str(limit), *["loads"] * has_loads]
@@ -265,6 +282,9 @@ def _one(case: str, strategy: str, limit: str, *loads: str) -> int:
     if float(limit):
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, float(limit))
+    if strategy == "bounds":
+        print(json.dumps(bounds_of(case)))
+        return 0
     print(json.dumps(measure(case, strategy, bool(float(limit)), has_loads=bool(loads))), flush=True)
     return 0
 
@@ -281,7 +301,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", nargs="*", default=list(PAIRS), help="pairs of layouts (all)")
     parser.add_argument("--preset", default="", help="hosts of the pairs, such as dgx_h100 (one NIC of 10 Gbit/s)")
     parser.add_argument("--cases", nargs="*", default=[], help="models and other cases; all: every one of them")
-    parser.add_argument("--compare", nargs="*", default=[], metavar="STRATEGY", help="strategies to compare with auto")
+    parser.add_argument(
+        "--compare", nargs="*", default=[], metavar="STRATEGY", help="strategies to compare with auto; all: every one"
+    )
     parser.add_argument("--before", metavar="PYTHON", help="interpreter of an environment with another version")
     parser.add_argument("--picture", type=Path, metavar="SVG", help="draw the loads of links in the last case's plan")
     parser.add_argument("--limit", type=float, default=60, help="CPU seconds to plan and simulate; 0: only plan (60)")
@@ -290,7 +312,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print one row per plan, what beats ``auto``, and how time and memory of each pair grow with the ranks."""
     named = [*MODELS, *OTHERS] if options.cases == ["all"] else options.cases
-    beaten, slow, record = [], [], {}
+    beaten, gathered, slow, record = [], [], [], {}
     planned: dict[tuple[str, bool], list[tuple[int, float, float]]] = {}  # ranks, CPU seconds, MiB of each plan
     hosts = f"/{options.preset}" if options.preset else ""
     for case in [*(f"{name}/{ranks}{hosts}" for ranks in options.ranks for name in options.pairs), *named]:
@@ -309,11 +331,17 @@ def run(options: argparse.Namespace) -> int:
                 else ""
             )
             print(f"{'  before':34} {_format(before)}{times}", flush=True)
-        for strategy in options.compare:
+        time_of_auto = record.get("seconds", math.inf)
+        bounds = run_one(sys.executable, case, "bounds", 0) if options.compare else {}
+        for strategy in [name for name in bounds if name != "error"] if options.compare == ["all"] else options.compare:
+            if time_of_auto <= bounds.get(strategy, 0.0) * (1 + MARGIN):
+                print(f"{'  ' + strategy:34} at least {bounds[strategy] / time_of_auto:.3f} times the time of auto")
+                continue
             other = run_one(sys.executable, case, strategy, options.limit)
-            print(f"{'  ' + strategy:34} {_format(other)}", flush=True)
-            if "seconds" in other and record.get("seconds", float("inf")) > other["seconds"] * (1 + MARGIN):
-                beaten.append(f"{case}: {strategy}")
+            ratio = f", {other['seconds'] / time_of_auto:.3f} times the time of auto" if "seconds" in other else ""
+            print(f"{'  ' + strategy:34} {_format(other)}{ratio}", flush=True)
+            if "seconds" in other and time_of_auto > other["seconds"] * (1 + MARGIN):
+                (gathered if strategy == "gathered_multicast" else beaten).append(f"{case}: {strategy}")
     if options.picture and "loads" in record and "seconds" in record:
         from microbench.planner.link_loads import draw_loads, from_json
 

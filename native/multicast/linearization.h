@@ -27,7 +27,7 @@ constexpr size_t STAGED_AFTER = 4;  // a staged piece is forwarded before this m
 
 class Linearization {
   public:
-    LargeArray<int64_t> order;
+    LargeArray<int32_t> order;
 
     explicit Linearization(const Messages &messages)
         : m_(messages), later_(messages.piece.size()), num_before_(messages.piece.size()),
@@ -63,8 +63,7 @@ class Linearization {
         for (int64_t i = 0; i < count; ++i)
             for (int64_t at = m_.after_offsets[i]; at < m_.after_offsets[i + 1]; ++at)
                 put(m_.after[at], i);
-        std::vector<int64_t> by_end = everything;
-        std::stable_sort(by_end.begin(), by_end.end(), [&](auto a, auto b) { return m_.ends_before(a, b); });
+        const LargeArray<int32_t> by_end = m_.by_end();
         for (const int64_t i : everything)
             if (!num_before_[i])
                 make_ready(i);
@@ -97,7 +96,7 @@ class Linearization {
     // Groups members by owner, sorts each group, and adds constraints that keep its order. Returns the groups by owner.
     template <typename Less>
     std::map<int64_t, std::vector<int64_t>> chain(const std::vector<int64_t> &members,
-                                                  const LargeArray<int64_t> &owner, Less less) {
+                                                  const LargeArray<int32_t> &owner, Less less) {
         std::map<int64_t, std::vector<int64_t>> rows;
         for (const int64_t i : members)
             rows[owner[i]].push_back(i);
@@ -124,7 +123,7 @@ class Linearization {
             if (is_done_[i])
                 continue;
             is_done_[i] = 1;
-            order.push_back(i);
+            order.push_back(static_cast<int32_t>(i));
             for (const int64_t second : later_[i])
                 if (!--num_before_[second] && !is_done_[second])
                     make_ready(second);

@@ -13,14 +13,20 @@
 
 #pragma once
 
+#include <map>
+#include <stdexcept>
+
 #include "../large_array.h"
 #include "../types.h"
 
 // All messages. Message i starts after messages after[after_offsets[i]:after_offsets[i + 1]] have ended.
 //   source: the message that brings the piece to the sender, -1 if the sender holds the piece. It is first in `after`.
-//   start, end: planned times.
+//   start, end: planned times. `start` is empty if all rates are equal.
+// Plans have millions of messages, and the kernel takes longer to clear new pages than loops to fill them. So numbers
+// have 32 bits here.
 struct Messages {
-    LargeArray<int64_t> piece, sender, receiver, source, after_offsets{0}, after;
+    LargeArray<int32_t> piece, sender, receiver, source, after;
+    LargeArray<int64_t> after_offsets{0};
     LargeArray<double> start, end;
     LargeArray<char> crosses; // whether sender and receiver are on different hosts
     LargeArray<uint8_t> staged; // whether the receiver only forwards the piece
@@ -29,42 +35,72 @@ struct Messages {
     }
 
     void reserve(size_t count) {
-        for (auto *column : {&piece, &sender, &receiver, &source, &after})
+        for (auto *column : {&piece, &sender, &receiver, &source})
             column->reserve(count);
-        after_offsets.reserve(count + 1);
-        start.reserve(count), end.reserve(count), crosses.reserve(count), staged.reserve(count);
+        after_offsets.reserve(count + 1), after.reserve(2 * count);
+        end.reserve(count), crosses.reserve(count), staged.reserve(count);
     }
 
-    // Renumbers all messages: message order[i] becomes message i. Drops the planned times and `crosses`.
-    void put_in_order(const LargeArray<int64_t> &order) {
-        start = {}, end = {}, crosses = {};
-        const size_t count = order.size();
-        take(piece, order), take(sender, order), take(receiver, order), take(staged, order), take(source, order);
-        LargeArray<int64_t> number(count), counts_at(count + 1), moved(after.size());
-        for (size_t i = 0; i < count; ++i)
-            number[order[i]] = static_cast<int64_t>(i);
-        for (int64_t &earlier : source)
+    // The messages in the order of their ends.
+    LargeArray<int32_t> by_end() const {
+        struct Key {
+            double end;
+            uint32_t message; // the highest bit is set if it stays inside a host
+        };
+        constexpr uint32_t INSIDE = uint32_t{1} << 31;
+        LargeArray<Key> keys;
+        keys.reserve(end.size());
+        for (size_t i = 0; i < end.size(); ++i)
+            keys.push_back({end[i], static_cast<uint32_t>(i) | (crosses[i] ? 0 : INSIDE)});
+        std::sort(keys.begin(), keys.end(), [](const Key &a, const Key &b) {
+            return a.end != b.end ? a.end < b.end : a.message < b.message;
+        });
+        LargeArray<int32_t> order;
+        order.reserve(keys.size());
+        for (const Key &key : keys)
+            order.push_back(static_cast<int32_t>(key.message & ~INSIDE));
+        return order;
+    }
+};
+
+// Messages in the order of a plan, renumbered, as arrays of Python.
+struct OrderedMessages {
+    LargeArray<int64_t> piece, sender, receiver, source, after_offsets, after;
+    LargeArray<uint8_t> staged;
+
+    // Message order[i] becomes message i. Frees the columns of `given` on the way.
+    OrderedMessages(Messages &&given, const LargeArray<int32_t> &order) {
+        given.start = {}, given.end = {}, given.crosses = {};
+        take(given.piece, order, piece), take(given.sender, order, sender), take(given.receiver, order, receiver);
+        take(given.staged, order, staged);
+        LargeArray<int32_t> number(order.size());
+        for (size_t i = 0; i < order.size(); ++i)
+            number[order[i]] = static_cast<int32_t>(i);
+        for (int32_t &earlier : given.source)
             if (earlier >= 0)
                 earlier = number[earlier];
-        size_t next = 0;
-        for (size_t i = 0; i < count; ++i) {
-            for (int64_t at = after_offsets[order[i]]; at < after_offsets[order[i] + 1]; ++at)
-                moved[next++] = number[after[at]];
-            counts_at[i + 1] = static_cast<int64_t>(next);
+        take(given.source, order, source);
+        after_offsets.reserve(order.size() + 1), after.reserve(given.after.size());
+        after_offsets.push_back(0);
+        for (const int32_t old : order) {
+            for (int64_t at = given.after_offsets[old]; at < given.after_offsets[old + 1]; ++at)
+                after.push_back(number[given.after[at]]);
+            after_offsets.push_back(static_cast<int64_t>(after.size()));
         }
-        after_offsets = std::move(counts_at), after = std::move(moved);
     }
 
   private:
-    template <typename T> static void take(LargeArray<T> &column, const LargeArray<int64_t> &order) {
-        LargeArray<T> moved(order.size());
-        for (size_t i = 0; i < order.size(); ++i)
-            moved[i] = column[order[i]];
-        column = std::move(moved);
+    template <typename T, typename U>
+    static void take(LargeArray<T> &column, const LargeArray<int32_t> &order, LargeArray<U> &moved) {
+        moved.reserve(order.size());
+        for (const int32_t old : order)
+            moved.push_back(column[old]);
+        column = {};
     }
 };
 
 constexpr size_t LONGEST_CHAIN = 8; // most ranks of a host that form a chain; more form a binary tree
+constexpr size_t MAX_MESSAGES = size_t{1} << 30; // relays add fewer than as many again
 constexpr size_t MAX_STAGED = 2;   // most pieces that a rank stages for others at a time
 
 class RankAssignment {
@@ -74,7 +110,8 @@ class RankAssignment {
     RankAssignment(const Nics &nics, const ChunkWorkload &workload, const std::vector<ChunkSend> &chunk_sends)
         : nics_(nics), workload_(workload), chunk_sends_(chunk_sends), sent_(nics.of_rank.size()),
           landed_(nics.of_rank.size()), last_sender_(nics.host.size(), -1), last_receiver_(nics.host.size(), -1),
-          where_(workload.piece_class.size()), receivers_(workload.class_receivers.size()), staged_(nics.of_rank.size()) {
+          where_(workload.piece_class.size()), receivers_(workload.class_receivers.size()), staged_(nics.of_rank.size()),
+          keeps_start_(!nics.have_equal_rates()) {
         for (const int64_t nic : nics.of_rank)
             host_of_.push_back(nic < 0 ? -1 : nics.host[nic]);
     }
@@ -83,6 +120,8 @@ class RankAssignment {
         size_t count = 0; // a message for each receiver of each piece; relays need a few more
         for (const int64_t k : workload_.piece_class)
             count += static_cast<size_t>(workload_.class_receivers[k].size());
+        if (count > MAX_MESSAGES)
+            throw std::length_error("make_schedule: there are too many messages");
         messages.reserve(count), last_use_.reserve(count);
         for (size_t i = 0; i < workload_.piece_class.size(); ++i) {
             const int64_t piece = static_cast<int64_t>(i), k = workload_.piece_class[i];
@@ -96,9 +135,9 @@ class RankAssignment {
                 if (near_.empty())
                     continue;
                 const int64_t holder = least(near_, sent_);
-                Place place{host, {}, {}};
+                Place place{host, {}};
                 for (const int64_t rank : near_)
-                    place.copies.push_back({rank, -1});
+                    place.copies.push_back({narrow(rank), -1});
                 fan_out(piece, holder, -1, here_, place, 0, 0);
                 where_[piece].add(std::move(place));
             }
@@ -129,12 +168,11 @@ class RankAssignment {
 
   private:
     struct Copy { // a rank that has a piece, and the message that brought it (-1: the rank holds it)
-        int64_t rank, message;
+        int32_t rank, message;
     };
     struct Place { // a host and its copies of one piece
         int64_t host;
         std::vector<Copy> copies;
-        std::vector<Copy> given_up; // copies that ranks no longer stage; the last one of each rank counts
     };
     struct Places { // of one piece, and their hosts for a fast search
         std::vector<int64_t> hosts;
@@ -167,11 +205,17 @@ class RankAssignment {
     std::vector<int64_t> host_of_, sent_, landed_, near_, here_; // sent_, landed_: bytes sent and received by each rank
     std::vector<int64_t> last_sender_, last_receiver_; // by NIC: the rank used last, -1 for none
     std::vector<int64_t> after_;
-    LargeArray<int64_t> last_use_; // by message: the last message that passes on what it stages, -1 for none
+    LargeArray<int32_t> last_use_; // by message: the last message that passes on what it stages, -1 for none
     std::vector<Places> where_; // by piece: the hosts that have copies
     std::vector<ByHost> receivers_; // by class; filled by receivers_of()
     std::vector<int64_t> num_on_; // scratch of receivers_of(): by host, its receivers
     std::vector<std::vector<std::pair<int64_t, int64_t>>> staged_; // by rank: (piece, host) staged, oldest first
+    // By piece and host: copies that ranks no longer stage. The last one of each rank counts.
+    std::map<std::pair<int64_t, int64_t>, std::vector<Copy>> given_up_;
+
+    const bool keeps_start_;
+
+    static int32_t narrow(int64_t number) { return static_cast<int32_t>(number); }
 
     // The receivers of a class by host.
     const ByHost &receivers_of(int64_t k) {
@@ -214,21 +258,22 @@ class RankAssignment {
                  double start, double end) {
         sent_[sender] += workload_.piece_bytes[piece];
         Messages &m = messages;
-        m.piece.push_back(piece), m.sender.push_back(sender), m.receiver.push_back(receiver);
-        m.source.push_back(source);
+        m.piece.push_back(narrow(piece)), m.sender.push_back(narrow(sender)), m.receiver.push_back(narrow(receiver));
+        m.source.push_back(narrow(source));
         m.crosses.push_back(host_of_[sender] != host_of_[receiver]), m.staged.push_back(0);
         if (source >= 0)
-            m.after.push_back(source);
+            m.after.push_back(narrow(source));
         last_use_.push_back(-1);
         if (source >= 0 && m.staged[source])
-            last_use_[source] = static_cast<int64_t>(m.piece.size()) - 1;
+            last_use_[source] = narrow(static_cast<int64_t>(m.piece.size()) - 1);
         for (const int64_t earlier : after)
             if (earlier != source)
-                m.after.push_back(earlier);
+                m.after.push_back(narrow(earlier));
         double ready = start;
         for (size_t i = static_cast<size_t>(m.after_offsets.back()); i < m.after.size(); ++i)
             ready = std::max(ready, m.end[m.after[i]]);
-        m.start.push_back(ready);
+        if (keeps_start_)
+            m.start.push_back(ready);
         m.end.push_back(ready > start ? ready + (end - start) : end);
         m.after_offsets.push_back(static_cast<int64_t>(m.after.size()));
         return static_cast<int64_t>(m.piece.size()) - 1;
@@ -250,7 +295,9 @@ class RankAssignment {
         last_receiver_[nic] = receiver;
         const int64_t message = send(piece, sender, receiver, source, after, start, end);
         landed_[receiver] += workload_.piece_bytes[piece];
-        Place place{host, {{receiver, message}}, {}};
+        Place place{host, {}};
+        place.copies.reserve(near_.size() + 1);
+        place.copies.push_back({narrow(receiver), narrow(message)});
         const double took =
             workload_.inside_each + static_cast<double>(workload_.piece_bytes[piece]) * workload_.inside_per_byte;
         const bool is_relay = !near_.empty() && std::find(near_.begin(), near_.end(), receiver) == near_.end();
@@ -271,7 +318,7 @@ class RankAssignment {
         Place &place = *where_[kept.front().first].find(kept.front().second);
         const auto gone = std::find_if(place.copies.begin(), place.copies.end(),
                                        [&](const Copy &copy) { return copy.rank == rank; });
-        place.given_up.push_back(*gone);
+        given_up_[kept.front()].push_back(*gone);
         place.copies.erase(gone);
         kept.erase(kept.begin());
     }
@@ -298,7 +345,7 @@ class RankAssignment {
             const double start = parent.free_at, end = is_relay && (i - 1) / children == 0 ? start : start + took;
             parent.free_at = nodes[i].free_at = end;
             nodes[i].message = send(piece, parent.rank, nodes[i].rank, parent.message, {}, start, end);
-            place.copies.push_back({nodes[i].rank, nodes[i].message});
+            place.copies.push_back({narrow(nodes[i].rank), narrow(nodes[i].message)});
         }
     }
 
@@ -308,10 +355,10 @@ class RankAssignment {
         const int64_t host = nics_.host[nic];
         Place *place = where_[piece].find(host);
         if (!place) {
-            place = &where_[piece].add({host, {}, {}});
+            place = &where_[piece].add({host, {}});
             for (const int64_t rank : workload_.class_holders[workload_.piece_class[piece]])
                 if (host_of_[rank] == host)
-                    place->copies.push_back({rank, -1});
+                    place->copies.push_back({narrow(rank), -1});
         }
         std::vector<Copy> &copies = place->copies;
         const bool is_held = std::any_of(copies.begin(), copies.end(), [](const Copy &c) { return c.message < 0; });
@@ -340,12 +387,13 @@ class RankAssignment {
         }
         const int64_t rank = least(nics_.ranks[nic], landed_);
         after_.clear();
-        for (const Copy &copy : place->given_up)
-            if (copy.rank == rank && last_use_[copy.message] >= 0)
-                after_.assign(1, last_use_[copy.message]); // the rank's earlier copy must be passed on first
+        if (const auto found = given_up_.find({piece, host}); found != given_up_.end())
+            for (const Copy &copy : found->second)
+                if (copy.rank == rank && last_use_[copy.message] >= 0)
+                    after_.assign(1, last_use_[copy.message]); // the rank's earlier copy must be passed on first
         const int64_t message = send(piece, near->rank, rank, near->message, after_, when, when);
         messages.staged[message] = 1;
-        copies.push_back({rank, message});
+        copies.push_back({narrow(rank), narrow(message)});
         stage(piece, host, rank);
         return {rank, message};
     }

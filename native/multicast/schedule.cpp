@@ -2,7 +2,7 @@
 // and the linearization. Reference implementation: tests/reference/schedule.py.
 
 #include <memory>
-#include <numeric>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -137,7 +137,7 @@ nb::tuple make_schedule(nb::handle given_nics, nb::handle given) {
         throw std::invalid_argument("make_schedule: chunks are not divided into pieces");
     if (workload.is_broadcast && !is_broadcast(nics, workload))
         throw std::invalid_argument("make_schedule: the chunks are not a broadcast from one host");
-    Messages made;
+    std::optional<OrderedMessages> ordered;
     bool done;
     {
         nb::gil_scoped_release release;
@@ -155,24 +155,21 @@ nb::tuple make_schedule(nb::handle given_nics, nb::handle given) {
             chunk_sends = std::move(scheduler->chunk_sends);
         }
         if (done) {
+            Messages made;
             {
                 RankAssignment assignment(nics, workload, chunk_sends);
                 assignment.run();
                 made = std::move(assignment.messages);
             }
             chunk_sends = {};
-            LargeArray<int64_t> order;
-            if (nics.have_equal_rates()) { // then the order of end times is right for both senders and receivers
-                order.resize(made.piece.size());
-                std::iota(order.begin(), order.end(), int64_t{0});
-                std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return made.ends_before(a, b); });
-            } else
-                order = Linearization(made).order;
-            made.put_in_order(order);
+            // With equal rates, the order of end times is right for both senders and receivers.
+            const auto order = nics.have_equal_rates() ? made.by_end() : Linearization(made).order;
+            ordered.emplace(std::move(made), order);
         }
     }
     if (!done)
         throw std::invalid_argument("make_schedule: a chunk cannot reach a host that needs it");
+    OrderedMessages &made = *ordered;
     return nb::make_tuple(to_numpy(std::move(made.piece)), to_numpy(std::move(made.sender)), to_numpy(std::move(made.receiver)),
                           to_numpy(std::move(made.source)), to_numpy(std::move(made.after_offsets)), to_numpy(std::move(made.after)),
                           to_numpy(std::move(made.staged)));

@@ -19,7 +19,7 @@ from reshard.planner.strategies.chunk_limits import (
     UNPACKED_CHUNK_BYTES,
 )
 from reshard.planner.strategies.plan_problem import PlanProblem
-from reshard.planner.strategies.sends_and_all_gathers import global_cuts
+from reshard.planner.strategies.sends_and_all_gathers import global_cuts, local_cuts
 from reshard.ragged import NO_RANK, distinct_values, ranges
 from reshard.topology import MAX_NICS, Topology
 
@@ -197,6 +197,20 @@ class StrategyBounds:
             ((size[row] - part) * row_bytes[row]).astype(np.float64),
             np.where(smallest[row] >= small, k[row] - 1, 0).astype(np.float64),
         )
+
+    def of_strategy(self, name: str) -> float:
+        """Lower bound of the strategy with this name, a candidate of ``auto``."""
+        if name.startswith("multicast"):
+            return self.of_trees
+        if name.startswith("broadcast_"):
+            return self.of_broadcasts
+        if name == "gathered_multicast":
+            return self.of_merged
+        cuts = {"local_all_gather": local_cuts, "global_all_gather": global_cuts}.get(name)
+        if cuts is None or (cuts(self.problem) < 0).all():  # such an all-gather sends all regions directly
+            return self.of_direct
+        gathers = self.of_gathers(self.problem.num_receivers)
+        return max(gathers, self.of_ring) if name == "global_all_gather" else gathers
 
     def _add_start(self, seconds: float) -> float:
         topology = self.problem.topology

@@ -14,7 +14,6 @@ import reshard
 from reshard import Layout, Mesh, weights
 from reshard.errors import RemoteError, ResourceError
 from reshard.testing.processes import run_processes
-from reshard.threads import start_thread
 
 ROWS, COLUMNS = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
 #: The threads of the first transfer of a group, in order; two connect.
@@ -92,25 +91,3 @@ def check_refused_publisher(rank, _):
 def test_a_publisher_that_may_start_no_thread_is_an_error_and_leaves_none():
     ((refused, left),) = run_processes(check_refused_publisher, 1, init_group=False)
     assert "reshard-trainer" in refused and left == 0
-
-
-class _EndsAtOnce(threading.Thread):
-    """Ends before its first line, as a thread does that has no memory for it."""
-
-    def _bootstrap(self):
-        raise SystemExit
-
-
-def test_thread_that_ends_before_it_begins_is_an_error():
-    """Python waits for ever for such a thread."""
-    before = threading.enumerate()
-    with pytest.raises(
-        ResourceError, match=r"cannot start the thread short beside .* others: it ended before it began"
-    ):
-        start_thread(_EndsAtOnce(name="short", daemon=True))
-    assert threading.enumerate() == before
-    ran = threading.Event()
-    thread = threading.Thread(target=ran.set)
-    start_thread(thread)
-    thread.join(20)
-    assert ran.is_set() and not thread.is_alive() and threading.enumerate() == before

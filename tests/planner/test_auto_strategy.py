@@ -77,17 +77,7 @@ def test_no_plan_is_faster_than_its_floors(seed):
     for name, strategy in CANDIDATES.items():
         transfers = routes_to_transfers(problem, strategy(problem))
         seconds = simulate(Plan(problem.tensors, topology, name, transfers)).makespan_seconds * (1 + 1e-9)
-        bound = [bound_of_transfers(problem, transfers), bounds.of_merged]
-        if name != "gathered_multicast":  # its messages carry regions of several holders
-            bound.append(bounds.of_ungathered)
-        if name == "send_recv":
-            bound.append(bounds.of_direct)
-        if name.startswith("multicast"):
-            bound.append(bounds.of_trees)
-        if name.startswith("broadcast"):
-            bound.append(bounds.of_broadcasts)
-        if name == "global_all_gather":
-            bound.append(bounds.of_ring)
+        bound = [bound_of_transfers(problem, transfers), bounds.of_merged, bounds.of_strategy(name)]
         assert max(bound) <= seconds, name
     assert bounds.of_ungathered <= bounds.of_gathers(num_receivers)
 
