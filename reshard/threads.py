@@ -16,7 +16,6 @@ def start_thread(thread: threading.Thread) -> None:
     try:
         thread.start()
     except RuntimeError as error:
-        threading._limbo.pop(thread, None)  # type: ignore[attr-defined]
         refused = ResourceError(
             f"cannot start the thread {thread.name} beside {threading.active_count()} others: {error}; raise the limit "
             "of threads (ulimit -u, or that of the container) or of memory (ulimit -v)"

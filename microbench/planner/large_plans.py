@@ -312,7 +312,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print one row per plan, what beats ``auto``, and how time and memory of each pair grow with the ranks."""
     named = [*MODELS, *OTHERS] if options.cases == ["all"] else options.cases
-    beaten, gathered, slow, record = [], [], [], {}
+    beaten: list[str] = []
+    gathered: list[str] = []
+    slow: list[str] = []
+    record: dict[str, Any] = {}
     planned: dict[tuple[str, bool], list[tuple[int, float, float]]] = {}  # ranks, CPU seconds, MiB of each plan
     hosts = f"/{options.preset}" if options.preset else ""
     for case in [*(f"{name}/{ranks}{hosts}" for ranks in options.ranks for name in options.pairs), *named]:

@@ -98,7 +98,7 @@ def measure(rank: int, repeats: int, scale: int) -> dict[str, Any]:
     held = {spec: (spec.src_shards if rank in spec.src.ranks else spec.dst_shards).boxes_of(rank) for spec in specs}
     publication = Publication(
         {
-            spec.name: source if out is None else out
+            str(spec.name): source if out is None else out
             for spec, source, out in zip(specs, sources, outs, strict=True)
             if held[spec]
         },
@@ -106,7 +106,7 @@ def measure(rank: int, repeats: int, scale: int) -> dict[str, Any]:
         rank in specs[0].src.ranks,
         2,
         topology=topology,
-        shards={spec.name: (spec.shape, [box for box, _ in boxes]) for spec, boxes in held.items() if boxes},
+        shards={str(spec.name): (spec.shape, [box for box, _ in boxes]) for spec, boxes in held.items() if boxes},
     )
 
     def publish() -> None:
