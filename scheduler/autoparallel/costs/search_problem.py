@@ -440,9 +440,9 @@ class SearchProblem:
         edges = []
         for src, dst, tensors in stage_edges(self.graph, stages):
             ends = (end_of(stages[src], -1), end_of(stages[dst], 0))
-            cost = self.edge_costs.price(tensors, self.num_samples // num_microbatches, *ends)
-            seconds = (cost.forward_seconds, cost.backward_seconds)
-            edges.append(Edge(src, dst, *seconds, cost.forward_loads, cost.backward_loads))
+            edge = self.edge_costs.price(tensors, self.num_samples // num_microbatches, *ends)
+            loads = edge.forward_loads, edge.backward_loads
+            edges.append(Edge(src, dst, edge.forward_seconds, edge.backward_seconds, *loads))
         return Pipeline(tuple(made), tuple(edges))
 
     def can_split(self, stages: Stages, num_microbatches: int) -> bool:
