@@ -46,7 +46,7 @@ def measure_all(rank: int, device: str, cases: Sequence[tuple[str, str]]) -> lis
 
 
 def measure(device: str, model_name: str, precision: str) -> tuple[list[float], list[float]]:
-    """Seconds of steps of the engine and of the loop, after two of each."""
+    """Seconds of each step of the engine, and of the loop, after two steps of each that do not count."""
     layers, heads, head_size, tokens, rows, num = MODELS[model_name]
     dtype, autocast = PRECISIONS[precision]
     torch.manual_seed(0)

@@ -68,7 +68,7 @@ def split_by_host(hosts: Sequence[Hashable], position: int) -> tuple[list[int], 
 
 
 def padded_size(numel: int, num_ranks: int, codec: BlockCodec | None) -> int:
-    """The least buffer size, at least ``numel``, of which each rank sums a whole number of the codec's elements."""
+    """The smallest size, ``numel`` or more, that gives each rank the same number of whole blocks of the codec."""
     values = 1 if codec is None else codec.values
     return math.ceil(numel / (num_ranks * values)) * num_ranks * values
 

@@ -99,7 +99,7 @@ def _refine(program: LinearProgram) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _number(*keys: np.ndarray) -> np.ndarray:
-    """The number of each entry's tuple of keys among the different ones."""
+    """Number the different tuples of keys, and return the number of each entry's tuple."""
     number = np.zeros(len(keys[0]), dtype=np.int64)
     for key in keys:
         value = np.unique(key, return_inverse=True)[1].ravel()

@@ -134,7 +134,7 @@ def _search_part(part: _ClusterPart, report: Report, limit: float) -> None:
     if not is_raw or single_stage_bound(problem) <= limit:
         with contextlib.suppress(ArgumentError):  # nothing fits there
             part.found = evaluate_all(problem, auto(problem, report, near if is_raw else math.inf), near)
-    part.found = with_interleaved(problem, part.found, limit)
+    part.found = with_interleaved(problem, part.found, near)
 
 
 def _report_part(report: Report, part: _ClusterPart, num_before: int, num_left: int, done: float, method: str) -> None:

@@ -141,7 +141,7 @@ def check_shards(key: str, entry: CheckpointEntry) -> None:
     """Raise ValueError unless the shards lie inside a tensor, and each element is in exactly one of them."""
     for shard in entry.shards:
         if len(shard.offsets) != len(entry.shape) or len(shard.shape) != len(entry.shape):
-            raise ValueError(f"{key} has {count_of(len(entry.shape), 'dim')}, but a shard of it has another number")
+            raise ValueError(f"{key} has {count_of(len(entry.shape), 'dim')}, but a shard of it has {len(shard.shape)}")
         if any(
             index + size > whole for index, size, whole in zip(shard.offsets, shard.shape, entry.shape, strict=True)
         ):
