@@ -128,7 +128,7 @@ EDITS = {
         lambda index, _: entry(index).update(shape=[8.0, 8]),
         r"is \[8.0, 8\], not a list of at most 64 integers",
     ),
-    "dims": (lambda index, _: entry(index)["shape"].append(1), "has 3 dims, but a shard of it has another number"),
+    "dims": (lambda index, _: entry(index)["shape"].append(1), "has 3 dims, but a shard of it has 2"),
     "no shards": (lambda index, _: entry(index).update(shards=[]), "elements, but its shards have 0"),
     "twice": (lambda index, _: entry(index)["shards"].append(shard(index)), "elements, but its shards have"),
     "nested": (lambda index, _: entry(index).update(shards=NESTED), "a shard of tensor 'model.embed.weight' is"),
