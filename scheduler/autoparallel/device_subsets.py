@@ -23,8 +23,8 @@ from .plan_making import make_training_plan
 from .result.training_plan import TrainingPlan
 
 #: Local moves improve a part of the cluster if its best candidate takes at most this many times the time of the best
-#: plan.
-NEAR = 1.25
+#: plan. On one of 107 random clusters, moves more than halved the time of a candidate.
+NEAR = 3.0
 
 
 @dataclass(eq=False)
@@ -128,7 +128,7 @@ def _search_parts(whole: _ClusterPart, report: Report) -> list[_ClusterPart]:
 
 
 def _search_part(part: _ClusterPart, report: Report, limit: float) -> None:
-    """Search a part for candidates that are at least nearly as fast as a limit."""
+    """Search a part for candidates from which moves may reach a limit."""
     problem, is_raw = part.problem, part.problem.compression is None
     near = NEAR * limit or math.inf
     if not is_raw or single_stage_bound(problem) <= limit:

@@ -18,7 +18,7 @@ from reshard.scheduler.autoparallel.device_subsets import _ClusterPart, _search_
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods.auto_method import simplify
-from reshard.topology import CodecRate, Topology
+from reshard.topology import CodecRate, Host, Link, Topology
 from tests.scheduler.autoparallel.random_searches import least_seconds, make_graph, make_problem
 
 GRAPH = LayerGraph.transformer(layers=4, hidden=256, heads=4, sequence=64, vocabulary=512)
@@ -26,6 +26,7 @@ SLOW, FAST = (
     LayerProfile.estimate(GRAPH, flops_per_second=rate, device=name) for rate, name in ((1e11, "old"), (4e11, "new"))
 )
 HOSTS = Topology.uniform((0, 0, 1, 1), 1e9)
+GBIT = 1e9 / 8
 
 
 def check_parts(seed):
@@ -40,6 +41,48 @@ def check_parts(seed):
     assert seconds <= least * (1 + 1e-9)
     assert bound <= least
     return seconds, bound
+
+
+def sub_clusters(cluster):
+    """One device, each host, and the first hosts in the order of their rates."""
+    yield (0,)
+    hosts = sorted(cluster.hosts, key=lambda host: -cluster.nic_bytes_per_second(host[0]))
+    for _, first, end in hosts:
+        yield tuple(range(first, end))
+    for count in range(2, len(hosts) + 1):
+        yield tuple(rank for _, first, end in hosts[:count] for rank in range(first, end))
+
+
+def check_cluster(seed):
+    """The choice on a random cluster of 2 to 4 hosts is as fast as the same search on any of its parts.
+
+    Returns the seconds of the choice, and those of the search on all devices in their order.
+    """
+    rng = random.Random(seed)
+    graph = make_graph(rng, rng.randint(4, 7))
+    sizes = [rng.choice([1, 2, 4, 8]) for _ in range(rng.randint(2, 4))]
+    hosts = tuple(Host((Link.of(rng.choice([1, 5, 25, 100]) * GBIT),)) for _ in sizes)
+    ranks = tuple(host for host, size in enumerate(sizes) for _ in range(size))
+    whole = Cluster(Topology(ranks, hosts, inside_bytes_per_second=2e10), rng.choice([1e9, 3e8, 1e8]))
+    profile = LayerProfile.estimate(graph, flops_per_second=rng.choice([1e11, 1e12, 1e13]))
+
+    def seconds(cluster, keep):
+        try:
+            return search(graph, cluster, profile, num_samples=16, keep=keep).seconds
+        except ArgumentError:
+            return math.inf
+
+    found = seconds(whole, {})
+    for part in sub_clusters(whole):
+        alone = seconds(whole.select(part), {"idle": False})
+        assert found <= alone * (1 + 1e-9), f"cluster {seed}: {found:.6g} s, but {alone:.6g} s on ranks {part}"
+    return found, seconds(whole, {"idle": False})
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("seed", [950_024, 960_046])
+def test_no_search_of_a_part_of_a_cluster_is_faster_than_the_choice(seed):
+    check_cluster(seed)
 
 
 @pytest.mark.integration
