@@ -346,10 +346,10 @@ class Dispatcher:
     def _tick(self) -> None:
         """Look again after a while. Many phases may pass before that."""
         if not self._is_ticking:
-            self._is_ticking = True
             timer = threading.Timer(DISPATCH_CHECK_INTERVAL_SECONDS, self._post_tick)
             timer.daemon, timer.name = True, "reshard-timer"
             start_thread(timer)
+            self._is_ticking = True
 
     def _post_tick(self) -> None:
         while not self._team.is_closed:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, ResourceError
 from reshard.threads import start_thread
 from reshard.weights.dispatcher import DISPATCH_CHECK_INTERVAL_SECONDS, Dispatcher, Outcome
 from reshard.weights.membership.mailbox import MailboxMessage
@@ -123,8 +123,8 @@ class Sender:
         with self._watch_lock:
             self._is_done, self._asked = is_done, 0
             if self._team.rank and not self._is_watching:
-                self._is_watching = True
                 self._look_later()
+                self._is_watching = True
 
     def _look_later(self) -> None:
         timer = threading.Timer(min(DISPATCH_CHECK_INTERVAL_SECONDS * self._team.rank, MAX_WATCH_SECONDS), self._look)
@@ -147,7 +147,12 @@ class Sender:
                     if self._is_done is is_done:
                         self._asked = first
                 team.outbox.post(team.address(first), {"kind": "lead"})
-        self._look_later()
+        try:
+            self._look_later()
+        except ResourceError:
+            with self._watch_lock:
+                self._is_watching = False  # the next version tries again
+            raise
 
     def _lead(self) -> None:
         """Take over from the ranks before this one, which have ended."""
