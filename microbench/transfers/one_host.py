@@ -14,7 +14,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +74,26 @@ def _call_without_sharing(method: Callable[[], object]) -> None:
         shared_memory.MIN_SHARED_BYTES = limit
 
 
+def _make_publication(
+    rank: int,
+    specs: Sequence[TensorSpec],
+    sources: Sequence[torch.Tensor | None],
+    outs: Sequence[torch.Tensor | None],
+    topology: Topology,
+) -> Publication:
+    """The trainer, or the engine, of this rank; it holds the same tensors as the other methods move."""
+    tensors: dict[str, torch.Tensor] = {}
+    shards = {}
+    for spec, source, out in zip(specs, sources, outs, strict=True):
+        side = spec.src_shards if rank in spec.src.ranks else spec.dst_shards
+        boxes = [box for box, _ in side.boxes_of(rank)]
+        tensor = source if out is None else out
+        if boxes and tensor is not None:
+            tensors[str(spec.name)], shards[str(spec.name)] = tensor, (spec.shape, boxes)
+    is_trainer = rank in specs[0].src.ranks
+    return Publication(tensors, make_group(rank, 2, 2), is_trainer, 2, topology=topology, shards=shards)
+
+
 def measure(rank: int, repeats: int, scale: int) -> dict[str, Any]:
     """Calibrate, and time all methods on this rank."""
     one_host = Topology((0,) * NUM_RANKS)
@@ -95,19 +115,7 @@ def measure(rank: int, repeats: int, scale: int) -> dict[str, Any]:
     methods: dict[str, Callable[[], object]] = {"calibration": calibration}
     methods |= {name: make_ours(plan, rank, sources, outs) for name, plan in plans.items()}
     methods["auto, sockets"] = functools.partial(_call_without_sharing, methods["auto, sockets"])
-    held = {spec: (spec.src_shards if rank in spec.src.ranks else spec.dst_shards).boxes_of(rank) for spec in specs}
-    publication = Publication(
-        {
-            str(spec.name): source if out is None else out
-            for spec, source, out in zip(specs, sources, outs, strict=True)
-            if held[spec]
-        },
-        make_group(rank, 2, 2),
-        rank in specs[0].src.ranks,
-        2,
-        topology=topology,
-        shards={str(spec.name): (spec.shape, [box for box, _ in boxes]) for spec, boxes in held.items() if boxes},
-    )
+    publication = _make_publication(rank, specs, sources, outs, topology)
 
     def publish() -> None:
         publication.publish()
