@@ -32,16 +32,19 @@ struct Sums {
     uint32_t low = 0, high = 0;
 };
 
+// Adds one element. The last multiplications of the mix are those of the whole sums, in digest_of.
 RESHARD_INLINE void add(uint32_t seeded, uint32_t &low, uint32_t &high) {
     uint32_t mixed = (seeded ^ (seeded >> 16)) * FIRST;
     mixed ^= mixed >> 15;
-    low += mixed * SECOND;
-    high += (mixed ^ (mixed >> 13)) * THIRD;
+    low += mixed;
+    high += mixed ^ (mixed >> 13);
 }
+
+uint64_t digest_of(const Sums &sums) { return static_cast<uint64_t>(sums.high * THIRD) << 32 | sums.low * SECOND; }
 
 // Adds `count` elements. `seed` is what the index of the first one adds to its bits, `step` the difference to the next.
 #define RESHARD_ADD_ROW(Word)                                                                                          \
-    RESHARD_CLONES void add_row_##Word(const Word *at, size_t count, uint32_t seed, uint32_t step, Sums &sums) {       \
+    RESHARD_WIDE_CLONES void add_row_##Word(const Word *at, size_t count, uint32_t seed, uint32_t step, Sums &sums) {       \
         uint32_t low = sums.low, high = sums.high;                                                                     \
         for (size_t i = 0; i < count; ++i)                                                                             \
             add(static_cast<uint32_t>(at[i]) + (seed + static_cast<uint32_t>(i) * step), low, high);                   \
@@ -152,7 +155,7 @@ class DigestedRegions {
                 add_elements(static_cast<const uint16_t *>(region.data), region.dims, region.first, sums);
             else
                 add_elements(static_cast<const uint32_t *>(region.data), region.dims, region.first, sums);
-            *digests++ = static_cast<uint64_t>(sums.high) << 32 | sums.low;
+            *digests++ = digest_of(sums);
         }
     }
 

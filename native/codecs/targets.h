@@ -1,5 +1,6 @@
 // Compiles a function once for the baseline instruction set and once for x86-64-v3 (AVX2), where the compiler and the C
-// library can choose between the two at load time. Elsewhere the macro is empty and only the baseline exists.
+// library can choose between the two at load time. Elsewhere the macro is empty and only the baseline exists. The wide
+// clones are compiled for x86-64-v4 (AVX-512) as well, for loops with much arithmetic per byte.
 
 #pragma once
 
@@ -8,8 +9,10 @@
 
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
 #define RESHARD_CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
+#define RESHARD_WIDE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define RESHARD_CLONES
+#define RESHARD_WIDE_CLONES
 #endif
 
 #if defined(__GNUC__) || defined(__clang__)

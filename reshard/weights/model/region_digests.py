@@ -99,6 +99,6 @@ def _digest_region_on_device(words: torch.Tensor, strides: Sequence[int], first:
         seeded %= _HALF
         mixed = ((seeded ^ (seeded >> 16)) * _FIRST) % _HALF
         mixed ^= mixed >> 15
-        low += ((mixed * _SECOND) % _HALF).sum()
-        high += (((mixed ^ (mixed >> 13)) * _THIRD) % _HALF).sum()
-    return int(high) % _HALF * _HALF + int(low) % _HALF
+        low += mixed.sum()
+        high += (mixed ^ (mixed >> 13)).sum()
+    return int(high) * _THIRD % _HALF * _HALF + int(low) * _SECOND % _HALF
