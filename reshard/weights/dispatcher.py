@@ -211,7 +211,7 @@ class Dispatcher:
             self._enter(job, "ping", self._join_seconds)
             job.answered = set()
             ping = {"kind": "ping", "nonce": job.nonce, "reply": self._address}
-            self._team.post_to_all(ping)
+            self._team.order_all(ping)
             for engine in job.engines:
                 self._post(job.pending[engine], ping)
 
@@ -265,7 +265,7 @@ class Dispatcher:
         job.begun, job.decoding = time.monotonic(), {}
         for engine in job.engines:
             self._post(job.pending[engine], {"kind": "receive", "trainer": self._team.id, **message})
-        self._team.post_to_all({"kind": "send", **message})
+        self._team.order_all({"kind": "send", **message})
 
     def _note_held(self, job: _Job, engine: str, failed: Any, decoding: Mapping[str, float]) -> None:
         if engine not in job.engines or engine not in job.pending or job.phase != "confirm":
@@ -327,7 +327,7 @@ class Dispatcher:
         if job.is_published:
             report = {"version": job.version, "engines": job.results, **job.times}
             failed = None if error is None else describe_error(error)
-            self._team.post_to_all({"kind": "done", "version": job.version, "failed": failed, "report": report})
+            self._team.order_all({"kind": "done", "version": job.version, "failed": failed, "report": report})
         self._serve_asked()
 
     def _serve_asked(self) -> None:

@@ -75,7 +75,8 @@ class Receiver:
         self._arrived: int | None = None  # the version in the shadow, if this rank has all of it
         self._complete: int | None = None  # the last version that all ranks have and that is verified
         self._complete_arrays: TensorsByName = {}
-        self._digests: RegionDigests = ["", ""]  # of the last version
+        self._landed: RegionDigests = ["", ""]  # of what has arrived in the shadow
+        self._digests: RegionDigests = ["", ""]  # of the last version that is verified
         self._values: Mapping[str, Value] = {}
         self._kept: tuple[TensorsByName, Mapping[str, Value], RegionDigests] = {}, {}, ["", ""]  # what is installed
         self._spare: TensorsByName = {}  # memory of what was installed before
@@ -168,7 +169,7 @@ class Receiver:
             if not message.get("relayed"):
                 if kind == "receive" and self._leader is not None:
                     self._leader.begin_receiving()
-                self._team.post_to_all({**message, "relayed": True})
+                self._team.order_all({**message, "relayed": True})
             else:
                 _HANDLERS[kind](self, message)
         elif kind == "given_up":
@@ -206,6 +207,8 @@ class Receiver:
                 self._receive_encoded(route, message["base"], held)
             else:
                 route.receive(self._shadow)
+            assert self._checker is not None
+            self._landed = self._checker.digest_target(self._shadow, self._team.rank)
             self._arrived = message["version"]
         except Exception as error:
             self._problem = str(error)
@@ -285,19 +288,16 @@ class Receiver:
     def _verify_version(self, message: MailboxMessage) -> None:
         """Compare the digests of the shadow with those of the trainer, on all ranks."""
         version = message["version"]
-        own: RegionDigests = ["", ""]
 
-        def digest_shadow() -> dict[str, Any]:
-            if self._arrived != version or self._checker is None:
+        def report_digests() -> dict[str, Any]:
+            if self._arrived != version:
                 raise RemoteError(self._problem or f"version {version} has not arrived")
-            nonlocal own
-            own = self._checker.digest_target(self._shadow, self._team.rank)
-            return {"digests": own, "decoding": self._decoding}
+            return {"digests": self._landed, "decoding": self._decoding}
 
         failed, decoding = None, dict[str, float]()
         try:
             seconds = self._options.timeout_seconds + AGREE_SECONDS  # other ranks may still receive
-            reports = run_collectively(self._team.inner_group(), digest_shadow, "verifies a version", seconds)
+            reports = run_collectively(self._team.inner_group(), report_digests, "verifies a version", seconds)
             landed = {rank: report["digests"] for rank, report in reports.items()}
             for report in reports.values():
                 decoding |= {name: max(time, decoding.get(name, 0.0)) for name, time in report["decoding"].items()}
@@ -312,7 +312,7 @@ class Receiver:
                 values = message["values"]
                 self._checker.compare(message["digests"], landed)
             self._complete, self._complete_arrays = version, self._shadow
-            self._digests, self._values, self._problem = own, values, ""
+            self._digests, self._values, self._problem = self._landed, values, ""
         except ReshardError as error:
             self._problem, failed = str(error), describe_error(error)
         self._end_receiving()
@@ -480,7 +480,7 @@ class _Leader:
                 key = key_of(self._team.id, attempt)
                 if self._team.store.compare_set(key, "", SWAP, AGREE_SECONDS) == SWAP.encode():
                     self._given = self._complete
-                    self._team.post_to_all(
+                    self._team.order_all(
                         {"kind": "swap", "attempt": attempt, "version": self._complete, "relayed": True}
                     )
                     return
@@ -501,7 +501,7 @@ class _Leader:
             message |= {"route": route, "engines": [self._team.id]}
             self._team.outbox.post(engine.address(), {"kind": "serve", **message})
             self.begin_receiving()
-            self._team.post_to_all({"kind": "receive", "relayed": True, **message})
+            self._team.order_all({"kind": "receive", "relayed": True, **message})
             return
         trainer = roster.publisher()
         if trainer is not None:

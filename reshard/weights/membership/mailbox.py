@@ -2,7 +2,7 @@
 
 Each rank of a trainer or of an engine has a mailbox: numbered keys in the store. A sender appends a message by writing
 the first free number. So no message is lost, and no message waits for another. The owner reads messages in order, and
-marks each as read.
+marks them as read, a few at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from reshard.coordination.groups.store import LOST_STORE_SECONDS, Store
 _READ = "-"
 #: Time that the owner waits for a message at a time. A message from the same process ends the wait.
 _WAIT = datetime.timedelta(days=1)
-#: The owner writes the number of messages that it has read after every so many of them. New senders begin there.
+#: The owner marks this many messages as read at once, and writes the number of all of them. New senders begin there.
 _TAIL_INTERVAL = 8
 
 MailboxMessage = dict[str, Any]
@@ -95,11 +95,21 @@ class Mailbox:
             key = f"{self.address}/{self._number}"
             self._store.wait([key], _WAIT)
             text = self._store.compare_set(key, "", _READ)  # changes nothing: the key exists; get would wait again
-            self._store.set(key, _READ)
             self._number += 1
             if self._number % _TAIL_INTERVAL == 0:
-                self._store.set(f"{self.address}/read", str(self._number))
+                self._mark_read()
             with contextlib.suppress(ValueError, RecursionError):  # another program has written to the mailbox
                 message = json.loads(text)
                 if isinstance(message, dict) and isinstance(message.get("kind"), str):
                     return message
+
+    def _mark_read(self) -> None:
+        """Mark the last messages as read, and write where new senders begin."""
+        numbers = range(self._number - _TAIL_INTERVAL, self._number)
+        marks = {f"{self.address}/{number}": _READ for number in numbers}
+        marks[f"{self.address}/read"] = str(self._number)
+        if self._store.has_extended_api():
+            self._store.multi_set(list(marks), list(marks.values()))
+        else:
+            for key, value in marks.items():
+                self._store.set(key, value)

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -123,6 +124,7 @@ class Team:
         self._inner: Group | None = None
         self._survivors: tuple[tuple[int, ...], Group] | None = None
         self._thread: threading.Thread | None = None
+        self._ordered: deque[MailboxMessage] = deque()  # of order_all, on which this rank has not acted yet
         self.is_closed = False
 
     @property
@@ -178,8 +180,18 @@ class Team:
         return RemoteError(f"rank {self.rank} of the {self.kind} left a call: {type(error).__name__}")
 
     def post_to_all(self, message: Mapping[str, Any]) -> None:
-        """Post a message to every rank of the team."""
+        """Post a message to every rank of the team, from any thread."""
         self.outbox.post_all(map(self.address, range(self.size)), message)
+
+    def order_all(self, message: MailboxMessage) -> None:
+        """Let every rank of the team act on a message, in the order of these calls. Only the team's thread calls it.
+
+        This rank acts on the message before it reads its mailbox again.
+        """
+        others = [self.address(rank) for rank in range(self.size) if rank != self.rank]
+        if others:
+            self.outbox.post_all(others, message)
+        self._ordered.append(message)
 
     def answer_ping(self, ping: MailboxMessage) -> None:
         """Answer a ping."""
@@ -236,7 +248,7 @@ class Team:
             try:
                 if gpu is not None:  # each thread has its own current device
                     torch.cuda.set_device(gpu)
-                while (message := mailbox.read())["kind"] != "close":
+                while (message := self._ordered.popleft() if self._ordered else mailbox.read())["kind"] != "close":
                     if message["kind"] == "left":
                         fail(rebuild_error(*message["failed"]))
                     else:
