@@ -124,7 +124,9 @@ class FixedChoice(FormatChoice):
         """See :class:`FormatChoice`."""
         return True
 
-    def choose(self, region: torch.Tensor, base: torch.Tensor | None) -> RegionChoice:
+    def choose(
+        self, region: torch.Tensor, base: torch.Tensor | None, last: RegionChoice | None = None, *, samples: bool = True
+    ) -> RegionChoice:
         """See :class:`FormatChoice`."""
         return RegionChoice("raw" if base is None else self._name, 1.0)
 

@@ -21,6 +21,9 @@ SetupSeconds = Mapping[str, tuple[float, ...]]
 CodingFactors = Mapping[str, tuple[float, float]]
 #: A format other than raw is chosen only if its predicted time is below this fraction of the raw time.
 MIN_GAIN = 0.97
+#: The format of earlier versions stays unless another one is predicted to take less than this fraction of its time:
+#: times are measured with errors, and a change of formats costs new buffers.
+MIN_CHANGE = 0.93
 #: A sample has about this many blocks of this many bytes, at equal distances.
 NUM_BLOCKS, BLOCK_BYTES = 1024, 64
 #: Smallest distance of the sampled blocks, in blocks.
@@ -96,7 +99,9 @@ def predict_coding(name: str, numel: int, width: int, sample: Sample, rates: Tra
     return CodingSeconds(name, encode, decode)
 
 
-def choose_format(numel: int, width: int, sample: Sample, rates: TransferRates, formats: Collection[str]) -> str:
+def choose_format(
+    numel: int, width: int, sample: Sample, rates: TransferRates, formats: Collection[str], last: str | None = None
+) -> str:
     """The format in which a tensor travels.
 
     Args:
@@ -105,12 +110,14 @@ def choose_format(numel: int, width: int, sample: Sample, rates: TransferRates, 
         sample: what a sample of the tensor's words shows.
         rates: rates of the formats and of the link.
         formats: names of the formats that all ranks know and that encode the dtype, with ``"raw"``.
+        last: format of earlier versions, if any.
     """
     known = [name for name in FORMATS if name in formats and name in rates.formats]
     if sample.changed > DENSE_SHARES[width]:  # pieces would be of the dense format, too
         known = [name for name in known if FORMATS[name].dense_format not in known]
     seconds = {name: predict_seconds(name, numel, width, sample, rates) for name in known}
-    return min(seconds, key=seconds.__getitem__, default="raw")
+    best = min(seconds, key=seconds.__getitem__, default="raw")
+    return last if last in seconds and seconds[best] > MIN_CHANGE * seconds[last] else best
 
 
 def take_sample(words: np.ndarray, base: np.ndarray | None, width: int, every: int | None = None) -> Sample:

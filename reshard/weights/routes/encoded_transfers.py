@@ -26,7 +26,7 @@ from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.weights.membership.team import run_collectively
 from reshard.weights.routes.encoded_regions import decode_region, encode_region, find_header, largest_size
-from reshard.weights.routes.format_choice import FormatChoice, find_share, report_formats
+from reshard.weights.routes.format_choice import FormatChoice, RegionChoice, find_share, report_formats
 from reshard.weights.routes.learned_times import have_moved
 from reshard.weights.routes.route import NUM_SHARES, Route, RouteOptions
 
@@ -44,7 +44,7 @@ class SendingReport:
     Attributes:
         seconds: how long its transfers took.
         nbytes: bytes that travelled, each counted once.
-        formats: ``{format: plain bytes}``, on this rank.
+        formats: ``{format: plain bytes}`` of the buckets whose first holder is this rank.
         encoding: ``{format: (predicted, measured) seconds}`` of encoding on this rank.
         decoding: ``{format: predicted seconds}``: what the buckets whose first holder is this rank add to the decoding
             of the slowest rank.
@@ -73,6 +73,7 @@ class BucketChoice:
         plain: ``{format: plain bytes}``.
         counts: whether this rank is the first holder of the bucket, which reports the gain.
         coding: predicted times of one rank in which no earlier version is considered.
+        regions: choice of each region by itself.
     """
 
     names: list[str]
@@ -80,6 +81,7 @@ class BucketChoice:
     plain: dict[str, int]
     counts: bool
     coding: tuple[CodingSeconds, ...] = ()
+    regions: tuple[RegionChoice, ...] = ()
 
 
 class EncodedTransfers:
@@ -194,26 +196,28 @@ class EncodedTransfers:
     def choose(self, new: Arrays, old: Arrays | None) -> dict[str, BucketChoice]:
         """The formats of the buckets that this rank holds. All ranks that hold a bucket choose the same.
 
-        A choice is kept for some versions, because updates of one training run are alike, unless they have shown that
-        coding takes another time.
+        A choice is kept for some versions, because updates of one training run are alike. If they show that coding
+        takes another time, the formats are chosen again from the same samples.
         """
         assert self._choice is not None
-        self._num_chosen += 1
         factors = self._choice.factors
-        is_kept = self._num_chosen % MAX_KEPT and not have_moved(self._factors, factors)
-        if self._chosen and self._chosen[0] == (old is None) and is_kept:
-            return self._chosen[1]
-        self._num_chosen, self._factors = 0, factors
-        choices = {}
+        last = self._chosen[1] if self._chosen and self._chosen[0] == (old is None) else {}
+        samples = not last or self._num_chosen % MAX_KEPT == 0
+        self._num_chosen = 1 if samples else self._num_chosen + 1
+        if not samples and not have_moved(self._factors, factors):
+            return last
+        self._factors, choices = factors, {}
         for name, bucket in self._buckets.items():
             if self._rank not in bucket.holders:
                 continue
             plain: dict[str, int] = {}
             views, names, gain = list(bucket.views(new, "src")), [], 0.0
-            coding = []
+            coding, regions = [], []
             bases = [None] * len(views) if old is None else bucket.views(old, "src")
-            for view, base in zip(views, bases, strict=True):
-                chosen = self._choice.choose(view, base)
+            before = last[name].regions if last else [None] * len(views)
+            for view, base, region in zip(views, bases, before, strict=True):
+                chosen = self._choice.choose(view, base, region, samples=samples)
+                regions.append(chosen)
                 names.append(chosen.name)
                 gain += chosen.saved
                 plain[chosen.name] = plain.get(chosen.name, 0) + view.numel() * view.itemsize
@@ -222,7 +226,7 @@ class EncodedTransfers:
             if gain <= 0:
                 names, plain, coding = ["raw"] * len(views), {"raw": bucket.nbytes}, []
             counts = bucket.holders[0] == self._rank
-            choices[name] = BucketChoice(names, gain, plain, counts, tuple(coding))
+            choices[name] = BucketChoice(names, gain, plain, counts, tuple(coding), tuple(regions))
         is_known = self._choice.link_rate is not None
         self._chosen = (old is None, choices) if is_known else None
         return choices
@@ -356,12 +360,13 @@ class SendingHandle:
         if not self._is_encoded:
             self._num_rounds = 1
             self._handle, self._nbytes = transfers.route.start_sending(arrays), transfers.plain_bytes
-            self.report.formats = {"raw": sum(sum(choice.plain.values()) for choice in self._choices.values())}
+            raw = sum(sum(choice.plain.values()) for choice in self._choices.values() if choice.counts)
+            self.report.formats = {"raw": raw}
             return
         self._num_rounds = transfers.num_rounds
         transfers.encode(0, new, old, {name: choice for name, choice in self._choices.items() if choice.gain <= 0})
         for choice in self._choices.values():
-            for name, nbytes in choice.plain.items():
+            for name, nbytes in choice.plain.items() if choice.counts else ():
                 self.report.formats[name] = self.report.formats.get(name, 0) + nbytes
         self._handle, self._nbytes = transfers.move(reports)
 
@@ -397,7 +402,7 @@ class RawHandle:
         """Wait until all data has left."""
         self._handle.wait(timeout_seconds)
         nbytes = int(self._route.predict()["nbytes"])
-        report = SendingReport(formats={"raw": nbytes})
+        report = SendingReport(formats={"raw": nbytes if self._route.rank == 0 else 0})
         report.add(self._handle, nbytes)
         return report
 

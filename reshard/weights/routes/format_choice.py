@@ -133,11 +133,13 @@ class RegionChoice:
         name: name of the format.
         saved: seconds that it is predicted to save.
         coding: predicted times of one rank; None for a region that travels raw.
+        sample: sample of the region's changes; None if none was taken.
     """
 
     name: str
     saved: float = 0.0
     coding: CodingSeconds | None = None
+    sample: Sample | None = None
 
 
 class FormatChoice:
@@ -231,12 +233,16 @@ class FormatChoice:
         encoded = [predict_seconds(name, 2**20, 2, unchanged, rates) for name in self._formats if name != "raw"]
         return min(encoded, default=float("inf")) < MIN_GAIN * 2**21 / self.link_rate
 
-    def choose(self, region: torch.Tensor, base: torch.Tensor | None) -> RegionChoice:
+    def choose(
+        self, region: torch.Tensor, base: torch.Tensor | None, last: RegionChoice | None = None, *, samples: bool = True
+    ) -> RegionChoice:
         """The format of a region.
 
         Args:
             region: a tensor on the CPU.
             base: the same region of the version before, on the CPU; None if the receivers hold no such version.
+            last: the last choice for the region, if any. Its format stays unless another one is clearly faster.
+            samples: whether to take a new sample; False: use that of the last choice, if there is one.
         """
         dtype, width, nbytes = dtype_name(region.dtype), word_width(region.itemsize), region.numel() * region.itemsize
         allowed = [
@@ -254,10 +260,11 @@ class FormatChoice:
             saved = (MIN_GAIN - 1) * raw - small.encode / self._encoders - small.decode / self._decoders
             return RegionChoice(name, saved, small)
         rates = self._transfer_rates(self.link_rate)
-        sample = sample_region(region, base)
-        name, numel = choose_format(nbytes // width, width, sample, rates, allowed), nbytes // width
+        sample = None if samples or last is None else last.sample
+        sample, numel = sample or sample_region(region, base), nbytes // width
+        name = choose_format(numel, width, sample, rates, allowed, None if last is None else last.name)
         coding = predict_coding(name, numel, width, sample, rates)
-        return RegionChoice(name, MIN_GAIN * raw - add_link(coding, numel, width, sample, rates), coding)
+        return RegionChoice(name, MIN_GAIN * raw - add_link(coding, numel, width, sample, rates), coding, sample)
 
     def _transfer_rates(self, link_rate: float) -> TransferRates:
         return TransferRates(link_rate, self._rates, self._encoders, self._decoders, self._setups, self.factors)
