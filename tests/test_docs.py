@@ -72,16 +72,8 @@ def test_the_readme_plan_is_what_the_command_prints(capsys):
     assert capsys.readouterr().out == expected
 
 
-#: Pages whose code takes more than ten seconds of CPU time.
-_LONG = {"elastic"}
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.nightly] if page.stem in _LONG else []) for page in PAGES[1:]],
-    ids=lambda page: page.stem,
-)
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
 def test_code_on_the_pages_runs(page):
     for block in code_blocks(page, "python"):
         exec(compile(block, str(page), "exec"), {})
@@ -94,7 +86,8 @@ def test_scripts_on_the_pages_import_what_they_use(page):
         nodes = list(ast.walk(ast.parse(block)))
         known = {alias.asname or alias.name.split(".")[0] for node in nodes for alias in getattr(node, "names", ())}
         known |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        known |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+        known |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         used = {node.id for node in nodes if isinstance(node, ast.Name)}
         assert used - known - {*dir(builtins), "__name__"} == set()
 
