@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from tests.support.devices import HAS_GPU
 from tests.support.nccl.build import build_standin
+from tests.support.own_package import find_wrong_package
 
 settings.register_profile(
     "fixed", derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
@@ -41,12 +42,15 @@ _import_the_installed_package()
 
 
 def pytest_configure():
-    """Set environment variables that the ranks of all tests inherit.
+    """Set environment variables that the ranks of all tests inherit, and refuse to test another package.
 
     Torch, which tests import later, uses one thread: several ranks share few cores, and idle threads spin. Its store
     looks up the name of each peer; a lost query is repeated after 1 s instead of 5 s. Shells let jobs in the background
     ignore SIGINT, and tests raise it.
     """
+    spec = importlib.util.find_spec("reshard")
+    if spec is not None and spec.origin is not None and (wrong := find_wrong_package(spec.origin, ROOT)):
+        raise pytest.UsageError(wrong)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -72,16 +72,8 @@ def test_the_readme_plan_is_what_the_command_prints(capsys):
     assert capsys.readouterr().out == expected
 
 
-#: Pages whose code takes more than ten seconds of CPU time.
-_LONG = {"elastic"}
-
-
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.nightly] if page.stem in _LONG else []) for page in PAGES[1:]],
-    ids=lambda page: page.stem,
-)
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
 def test_code_on_the_pages_runs(page):
     for block in code_blocks(page, "python"):
         exec(compile(block, str(page), "exec"), {})
@@ -94,7 +86,8 @@ def test_scripts_on_the_pages_import_what_they_use(page):
         nodes = list(ast.walk(ast.parse(block)))
         known = {alias.asname or alias.name.split(".")[0] for node in nodes for alias in getattr(node, "names", ())}
         known |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-        known |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+        known |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
         used = {node.id for node in nodes if isinstance(node, ast.Name)}
         assert used - known - {*dir(builtins), "__name__"} == set()
 
@@ -217,13 +210,20 @@ def test_names_that_contributing_says_a_file_has_are_there():
         assert set(name.split(".")) <= set(re.findall(r"\w+", path.read_text())), f"{name} in {file}"
 
 
-def test_contributing_names_the_tests_of_every_package():
-    rows = table(ROOT / "CONTRIBUTING.md", "| package | its tests |")
-    packages = {name for cell, _ in rows for name in re.findall(r"`(?:reshard)?\.(\w+)`", cell)}
-    folders = {path.parent.name for path in (ROOT / "reshard").glob("*/__init__.py")}
-    assert packages == folders | {"scheduler"}
-    for _, tests in rows:
-        for path in re.findall(r"`(tests/[^`]+)`", tests):
-            assert (ROOT / path).exists(), path
-    named = re.findall(r"\.(\w+)`", rows[0][0])
-    assert all((ROOT / "tests" / name).is_dir() for name in named)
+def test_contributing_names_the_tests_that_import_each_package():
+    packages = {f"reshard.{path.parent.name}" for path in (ROOT / "reshard").glob("*/__init__.py")}
+    packages |= {f"reshard.scheduler.{path.parent.name}" for path in (ROOT / "scheduler").glob("*/__init__.py")}
+    named = set()
+    for cell, tests in table(ROOT / "CONTRIBUTING.md", "| package | its tests |"):
+        places = re.findall(r"`(tests/[^`]*)`", tests)
+        assert all((ROOT / path).exists() for path in places)
+        names = re.findall(r"`([\w.]+)`", cell)
+        prefix = names[0].rpartition(".")[0] if names else ""
+        for name in names if prefix in ("reshard", "reshard.scheduler") else []:
+            whole = name if name.startswith("reshard") else f"{prefix}{name}"
+            own = [f"{places[0]}{whole.rpartition('.')[2]}"] if "and the name" in tests else places
+            for path in (ROOT / place for place in own):
+                text = "".join(file.read_text() for file in ([path] if path.suffix else path.glob("test_*.py")))
+                assert re.search(rf"(from|import) {re.escape(whole)}\b", text), (whole, path)
+            named.add(whole)
+    assert named == packages

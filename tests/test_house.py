@@ -6,6 +6,7 @@ import ast
 import functools
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import networkx as nx
 import pytest
+
+from tests.support.own_package import find_wrong_package
 
 ROOT = Path(__file__).parent.parent
 
@@ -210,6 +213,24 @@ def test_modules_are_imported_by_name_only_where_the_name_is_data():
     }
     ours = {name for name, argument in calls.items() if name.startswith("reshard")}
     assert ours == {"reshard.public_api", "reshard.testing.processes"}
+
+
+def test_tests_refuse_the_package_of_another_checkout(tmp_path):
+    own, other, copy = tmp_path / "own", tmp_path / "other", tmp_path / "site-packages"
+    for folder in (own, other):
+        for name in ("reshard/__init__.py", "scheduler/pipe.py"):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("")
+        (folder / "pyproject.toml").touch()
+    shutil.copytree(own / "reshard", copy / "reshard")
+    shutil.copytree(own / "scheduler", copy / "reshard" / "scheduler")
+    init = "reshard/__init__.py"
+    assert find_wrong_package(own / init, own) == find_wrong_package(copy / init, own) == ""
+    assert f"imports reshard from the checkout {other}; run `make install` in {own}" in find_wrong_package(
+        other / init, own
+    )
+    (own / "scheduler" / "pipe.py").write_text("changed")
+    assert "a copy in which scheduler/pipe.py differs; run `make install`" in find_wrong_package(copy / init, own)
 
 
 def test_the_top_level_holds_what_the_readme_names():

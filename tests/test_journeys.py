@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 
 from reshard.cli.main import main
 from tests.support.browser import WIDTHS, Browser, find_browser
@@ -55,6 +59,42 @@ def test_push_weights(tmp_path):
     assert [job.returncode for job in jobs] == [0, 0], trainer_errors + engine_errors
     assert re.fullmatch(r"version 3 predicts \d", printed.splitlines()[-1])
     assert re.fullmatch(r"version 3: (no engine is connected; .*|1 engine holds it: .*)\n", report)
+
+
+@pytest.mark.nightly
+def test_continue_on_another_number_of_ranks(tmp_path):
+    """The script of the guide, ended twice as by Ctrl-C, has the losses of one process of plain torch."""
+    (script,) = code_blocks(DOCS / "elastic.md", "py")
+    assert 'LAST_STEP, SAVE_EVERY = "checkpoints", 600, 100' in script
+    (tmp_path / "train.py").write_text(script.replace("600, 100", "60, 10"))
+    printed = ""
+    for command, stop in zip(commands(DOCS / "elastic.md", "sh", "train.py"), (10, 30, None), strict=True):
+        assert command[0] == "torchrun"
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command[1:]]
+        job = subprocess.Popen(launch, cwd=tmp_path, text=True, stdout=subprocess.PIPE, start_new_session=True)
+        try:
+            while stop is not None and job.poll() is None:
+                if (tmp_path / "checkpoints" / f"step-{stop:08d}").exists():
+                    job.send_signal(signal.SIGINT)
+                    break
+                time.sleep(0.01)
+            printed += job.communicate(timeout=240)[0]
+        finally:
+            job.kill()
+        assert (stop is not None) == (job.returncode != 0)
+    found = re.findall(r"step (\d+) on (\d) ranks: loss (\S+)", printed)
+    assert {size for _, size, _ in found} == {"4", "3", "6"} and {int(step) for step, _, _ in found} == {*range(1, 61)}
+    names = runpy.run_path(str(tmp_path / "train.py"))
+    torch.manual_seed(0)
+    model = names["Model"]()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for step in range(60):
+        loss = model(**names["load_batch"](step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for number, _, other in found:
+            assert int(number) != step + 1 or abs(float(other) - loss.item()) < 1e-5 * loss.item()
 
 
 @pytest.mark.nightly

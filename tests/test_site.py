@@ -136,3 +136,5 @@ def test_browsers_show_every_page_at_every_width():
             for width in WIDTHS[1:]:
                 faults += browser.resize(width)
             assert faults == [], name
+            scheme = browser.evaluate("document.body.getAttribute('data-md-color-scheme')")
+            assert scheme == ("default", "slate")[number % 2 == 0], name

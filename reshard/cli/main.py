@@ -10,6 +10,7 @@ import importlib.metadata
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 from reshard import __version__
 from reshard.errors import ReshardError
@@ -55,10 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar=f"{{{','.join(names)}}}")
     # only the modules that this command line needs: their imports take a while
     modules = {name: entries[name].load() for name in names if not given or given[0] in (name, "-h", "--help")}
+    parsers = {}
     for name, module in modules.items():
         command = commands.add_parser(name, help=module.HELP, description=_as_sentence(module.HELP))
         module.add_arguments(_with_examples(command, *module.EXAMPLES))
-    options = parser.parse_args(arguments)
+        parsers[name] = command
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse(parsers.get(options.command, parser), unknown)
     format_warning, warnings.formatwarning = warnings.formatwarning, _format_warning
     try:
         if options.command in modules:
@@ -95,6 +100,13 @@ def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str], co
     if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
         meant = did_you_mean(arguments[0], commands)
         parser.error(f"there is no command {arguments[0]!r}; commands are {', '.join(commands)}{meant}")
+
+
+def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """End the process because of arguments that a command does not take, and name an option close to the first."""
+    options = [option for option in parser._option_string_actions if option.startswith("--")]
+    meant = did_you_mean(unknown[0].partition("=")[0], options)
+    parser.error(f"{parser.prog} does not take {' '.join(unknown)}{meant}")
 
 
 def _as_sentence(text: str) -> str:

@@ -130,11 +130,20 @@ def _read_model(source: str, dtype: str | None) -> ModelShapes:
 
 
 def _check_source(source: str) -> None:
-    """Raise ArgumentError if the source is a path and there is no such file. Names are for transformers to look up."""
+    """Raise ArgumentError if the source is a path of no file, or of no config. Transformers looks names up."""
     path = Path(source).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ArgumentError(f"--model {source}: the folder has no config.json")
+    elif path.is_file():
+        try:
+            fields = json.loads(path.read_text())
+        except ValueError as error:
+            raise ArgumentError(
+                f"--model {source} is not JSON: {error}; pass the config.json of a model of the Hub"
+            ) from None
+        if not isinstance(fields, dict) or "model_type" not in fields:
+            raise ArgumentError(f'--model {source} has no model_type, such as "llama"; pass the config.json of a model')
     elif not path.is_file() and (_PATH.search(source) or source.count("/") > 1):
         near = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         raise ArgumentError(
@@ -173,6 +182,8 @@ def read_sizes(text: str, flag: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
+        if not text:
+            raise ArgumentError(f"--model also needs {flag}, such as {flag} fsdp=32 or {flag} tp=8,dp=4")
         if name not in DIMENSIONS:
             raise ArgumentError(
                 f"{flag} is {brief(text)}; with --model it is such as fsdp=32 or tp=8,dp=4, of the dimensions "

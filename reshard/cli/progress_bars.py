@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO, TypeVar
 
+from reshard.formatting import format_seconds
+
 T = TypeVar("T")
 #: An estimate of the time that is left is shown once this part of the work is done.
 MIN_DONE = 0.01
@@ -83,7 +85,9 @@ def show_elapsed(text: str, *, show: bool = True) -> Iterator[Callable[[float, s
 
     def describe() -> str:
         left = total - (time.monotonic() - begun)
-        return f"; {step}" * bool(step) + (f"; about {left:.0f} s left" if 1 <= left < math.inf else "")
+        return f"; {step}" * bool(step) + (
+            f"; about {format_seconds(round(left))} left" if 1 <= left < math.inf else ""
+        )
 
     bar: Any = None
     if show and sys.stderr.isatty():

@@ -14,7 +14,7 @@ from reshard.errors import ArgumentError
 from reshard.topology import MACHINES, Topology, load_preset, read_topology
 
 from .costs.layer_costs import MIXED_PRECISION, StateBytes
-from .inputs.cluster import Cluster
+from .inputs.cluster import MIN_MEMORY_BYTES, Cluster
 from .inputs.layer_graph import LayerGraph
 from .inputs.layer_profile import EFFICIENCY, LayerProfile
 from .inputs.text_files import check_place, read_value, write_text
@@ -142,13 +142,16 @@ def parse_bytes(text: str) -> float:
     """Bytes from ``"80GB"`` or ``"64 GiB"``.
 
     Raises:
-        ArgumentError: the unit is unknown.
+        ArgumentError: the unit is unknown, or it is too little for a device.
     """
     pattern = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-z]*)\s*"
     match = re.fullmatch(pattern, text, flags=re.IGNORECASE)
     if match is None or match[2].upper() not in _UNITS or math.isinf(float(match[1])):
         raise ArgumentError(f"--memory {text!r} must be a number of bytes with a unit, such as 80GB")
-    return float(match[1]) * _UNITS[match[2].upper()]
+    nbytes = float(match[1]) * _UNITS[match[2].upper()]
+    if nbytes < MIN_MEMORY_BYTES:
+        raise ArgumentError(f"--memory {text!r} is {nbytes:,.0f} bytes; a device needs at least 1 MiB, such as 80GB")
+    return nbytes
 
 
 def _read_policy(text: str) -> Any:

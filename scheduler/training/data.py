@@ -165,11 +165,12 @@ def read_tokens(path: str | Path | None) -> np.ndarray:
     path = Path(path)
     try:
         if path.suffix == ".npy":
-            tokens = np.load(path, mmap_mode="r")
+            tokens = np.lib.format.open_memmap(path, mode="r")  # np.load advises to unpickle what it cannot read
         else:
             tokens = np.memmap(path, dtype=np.uint16 if path.suffix == ".bin" else np.uint8, mode="r")
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"the data {path} cannot be read: {error}") from error
+        what = "; a .npy file must be what numpy.save writes" if path.suffix == ".npy" and path.is_file() else ""
+        raise ArgumentError(f"the data {path} cannot be read: {error}{what}") from error
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise ArgumentError(
             f"the data {path} has shape {list(tokens.shape)} and dtype {tokens.dtype}; tokens must be a "

@@ -23,7 +23,8 @@ from reshard.testing.sharing import check_num_gpus, choose_gpu, count_gpus
 
 from ..autoparallel import TrainingPlan
 from ..autoparallel.tuning import Tuned
-from .loop import TrainingJob, TrainResult, check_order, make_loaders, make_pipe, train
+from .cpu_limits import describe_shared_cores, describe_slow_float16, read_flags
+from .loop import TrainingJob, TrainResult, check_order, check_resumed, make_loaders, make_pipe, train
 from .plan_search import SearchOptions, find_training_plan, share_training_plan, tune_training_plan
 from .training_report import check_report
 
@@ -56,6 +57,7 @@ def launch(
         LaunchError: ranks failed because of a fault of the program; the text has their tracebacks.
     """
     make_loaders(job)  # raises errors of the options before any process starts
+    check_resumed(job)
     if options is None:
         check_order(job)
         make_pipe(job)
@@ -69,10 +71,14 @@ def launch(
             raise ArgumentError("--share-gpus is for ranks on this machine; omit it or --launcher ray")
         return _train_on_ray(job, device, options)
     if under_torchrun:
-        return _join_launcher(replace(job, device=_find_local_device(device, 1, shares_gpus)), options, shares_gpus)
+        return _join_launcher(_with_local_device(job, device, 1, shares_gpus), options, shares_gpus)
+    num_ranks = (
+        sum(map(math.prod, job.shapes))
+        if options is None
+        else options.devices or len(options.find_topology(None).host_of_rank)
+    )
+    job = _with_local_device(job, device, num_ranks, shares_gpus)
     if options is not None:
-        num_ranks = options.devices or len(options.find_topology(None).host_of_rank)
-        job = replace(job, device=_find_local_device(device, num_ranks, shares_gpus))
         if options.measures:
             job = _with_training_plan(job, options, _tune_locally(job, options, num_ranks, shares_gpus))
         else:
@@ -80,9 +86,16 @@ def launch(
     num_ranks = sum(map(math.prod, job.shapes))
     job = replace(job, device=_find_local_device(device, num_ranks, shares_gpus))
     if job.device == "cpu":
+        if job.training_plan is not None and (options is None or not options.measures):
+            _print_if_any(describe_shared_cores(num_ranks))
         result: TrainResult = run_locally(train, num_ranks, job)
         return result
     return run_locally(_on_gpu, num_ranks, num_ranks, shares_gpus, train, job, init_group=False)
+
+
+def _print_if_any(text: str) -> None:
+    if text:
+        print(text, file=sys.stderr, flush=True)
 
 
 def run_locally(function: Callable[..., Any], num_ranks: int, *args: Any, init_group: bool = True) -> Any:
@@ -126,6 +139,14 @@ def _find_local_device(wanted: str, num_ranks: int, shares_gpus: bool) -> str:
     if wanted == "cuda":
         check_num_gpus(num_local, shares_gpus)
     return "cuda" if shares_gpus or count_gpus() >= num_local else "cpu"
+
+
+def _with_local_device(job: TrainingJob, wanted: str, num_ranks: int, shares_gpus: bool) -> TrainingJob:
+    """The job on the device type of local ranks, after a warning if it will be slow there."""
+    job = replace(job, device=_find_local_device(wanted, num_ranks, shares_gpus))
+    if os.environ.get("RANK", "0") == "0":
+        _print_if_any(describe_slow_float16(job.device, job.preset.autocast, read_flags()))
+    return job
 
 
 def _run_alone(function: Callable[..., Any], job: TrainingJob, *args: Any) -> Any:

@@ -18,6 +18,7 @@ from reshard.formatting import count_of
 
 from ..autoparallel import TrainingPlan
 from ..ir.schedule import Schedule
+from ..pipe.checkpoint import find_model_shapes
 from ..pipe.pipe import Pipe
 from ..pipe.placement import parse_placements
 from ..pipe.training_engine import PipelineEngine
@@ -284,12 +285,44 @@ def check_training_plan(training_plan: TrainingPlan, job: TrainingJob) -> None:
     if names != paths:
         raise ArgumentError(
             f"the training plan has {len(names) + 1} layers ({', '.join(names[:3])}, ...), but {job.name} has "
-            f"{len(paths) + 1} ({', '.join(paths[:3])}, ...); search with this model"
+            f"{len(paths) + 1} ({', '.join(paths[:3])}, ...); pass the preset and the --shrink for which it was found, "
+            "or search again with these"
         )
     if training_plan.num_samples != job.preset.num_samples:
         raise ArgumentError(
             f"the training plan is for {training_plan.num_samples} samples of a step, but {job.name} has "
             f"{job.preset.num_samples}; pass --batch {training_plan.num_samples} or search again"
+        )
+
+
+def check_resumed(job: TrainingJob) -> None:
+    """Raise ArgumentError if a job would resume from a checkpoint of a model with other layers or sizes.
+
+    Nothing is checked if this machine has no such checkpoint, or cannot read it: the ranks then say so.
+    """
+    found = find_model_shapes(job.checkpoint) if job.resume and job.checkpoint is not None else None
+    if found is None:
+        return
+    folder, saved = found
+    config = job.preset.config
+    wanted = {name: tuple(tensor.shape) for name, tensor in make_model(config).state_dict().items()}
+    kind = "blocks" if isinstance(config, GPTConfig) else "layers"
+    depth = len({name.split(".")[1] for name in saved if name.startswith(f"{kind}.")})
+    if depth and depth != config.num_layers:
+        stages = count_of(depth, "stage")
+        here = job.name if job.training_plan or not job.stages else f"{job.name} on the stages {job.stages}"
+        raise ArgumentError(
+            f"the checkpoint {folder} is of a model of {count_of(depth, 'layer')}, but {here} has "
+            f"{count_of(config.num_layers, 'layer')}; pass the preset and the --shrink of the run that saved it, and, "
+            f"because a smaller model has at least one layer for each stage, --meshes of {stages}"
+        )
+    unlike = [name for name in saved if name not in wanted or wanted[name] != saved[name]]
+    if unlike:
+        name = unlike[0]
+        here = f"has {list(wanted[name])} in" if name in wanted else "is not in"
+        raise ArgumentError(
+            f"the checkpoint {folder} is of another model: {name!r} has the sizes {list(saved[name])} there, and "
+            f"{here} {job.name}; pass the preset, the --shrink and the --sequence of the run that saved it"
         )
 
 

@@ -73,18 +73,10 @@ class SearchOptions:
 
     @classmethod
     def of(cls, options: Any) -> SearchOptions:
-        """Read the options of the command line.
-
-        Raises:
-            ArgumentError: an option is malformed.
-        """
-        if options.devices is not None and options.devices < 1:
-            raise ArgumentError(f"--devices is {options.devices}; it must be positive")
+        """Read the options of the command line, which have been checked."""
         keep = parse_keep(options.keep)
         if options.num_microbatches is not None:
             keep.setdefault("num_microbatches", options.num_microbatches)
-        if options.memory is not None:
-            parse_bytes(options.memory)
         return cls(
             options.devices,
             options.topology,

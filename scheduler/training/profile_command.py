@@ -14,6 +14,7 @@ from reshard.cli.progress_bars import show_elapsed
 from reshard.errors import ArgumentError
 from reshard.formatting import brief, count_of, format_names, format_seconds
 
+from .cpu_limits import describe_slow_float16, read_flags
 from .models.model_presets import PRESETS, GPTConfig, find_preset
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
     from ..autoparallel.inputs.text_files import check_place, write_text
 
     counts = _parse_counts(options.sample_counts)
+    _check_preset(options)
     for option in ("graph", "profile"):
         check_place(option, getattr(options, option))
     with show_elapsed("loading torch and finding layers"):
@@ -73,6 +75,10 @@ def run(options: argparse.Namespace) -> int:
     from ..autoparallel import profile_layers
     from ..autoparallel.searching import describe_noise
 
+    autocast = options.autocast or (PRESETS[options.model].autocast if options.model in PRESETS else "")
+    slow = describe_slow_float16(options.device, autocast, read_flags())
+    if slow:
+        print(slow, file=sys.stderr, flush=True)
     with show_elapsed("measuring layers") as report:
         profile = profile_layers(traced, options.device, sample_counts=counts, repeats=options.repeats, progress=report)
     write_text(options.graph, traced.graph.to_json())
@@ -129,19 +135,30 @@ def _trace(options: argparse.Namespace) -> TracedModel:
     return trace_module(*made, options.cuts, max_tp=options.max_tp or 1, autocast=autocast)
 
 
-def _trace_preset(options: argparse.Namespace) -> TracedModel:
+def _check_preset(options: argparse.Namespace) -> None:
+    """Check a preset and its options before torch is loaded, which takes seconds.
+
+    Raises:
+        ArgumentError: there is no such preset, or an option does not fit it.
+    """
+    if ":" in options.model or options.model.endswith(".py"):
+        return
     preset = find_preset(options.model)
     for option in ("cuts", "max_tp"):
         if getattr(options, option):
             raise ArgumentError(f"--{option.replace('_', '-')} is for models of your own; omit it for a preset")
     if options.shrink < 1:
         raise ArgumentError(f"--shrink is {options.shrink}; it must be positive")
-    preset = preset.shrunk(options.shrink, 1)
     if options.sequence is not None:
         if options.sequence < 1:
             raise ArgumentError(f"--sequence is {options.sequence}; it must be positive")
         if not isinstance(preset.config, GPTConfig):
             raise ArgumentError(f"{options.model} has no sequence; omit --sequence")
+
+
+def _trace_preset(options: argparse.Namespace) -> TracedModel:
+    preset = find_preset(options.model).shrunk(options.shrink, 1)
+    if options.sequence is not None and isinstance(preset.config, GPTConfig):
         preset = replace(preset, config=replace(preset.config, sequence=options.sequence))
     if options.autocast is not None:
         preset = replace(preset, autocast="" if options.autocast == "none" else options.autocast)

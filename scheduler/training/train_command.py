@@ -58,7 +58,14 @@ def _add_recipe(add: Callable[..., Any]) -> None:
         help="layers of each stage, which add up to those of the model: 4,4,4 (default: that of the preset, or equal "
         "shares)",
     )
-    add("--shrink", type=int, default=1, metavar="N", help="divide width and depth by N; see docs/training-presets.md")
+    add(
+        "--shrink",
+        type=int,
+        default=1,
+        metavar="N",
+        help="divide width, depth and sequence by N, and take at most 4 rows of a batch for each microbatch; see "
+        "docs/training-presets.md",
+    )
     add("--steps", type=int, default=100, help="number of the last step (default: 100)")
     add("--batch", type=int, help="samples of a batch (default: that of the preset)")
     add(
@@ -168,6 +175,7 @@ def run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise ArgumentError("training needs torch: pip install 'reshard[torch]'")
     preset = find_preset(options.preset)
+    check_options(options)
     stages = "" if options.plan else options.meshes or preset.stages
     is_first = os.environ.get("RANK", "0") == "0"
     with show_elapsed("loading torch", show=is_first and "torch" not in sys.modules):
@@ -204,16 +212,12 @@ def _describe_next(job: TrainingJob) -> str:
     )
 
 
-def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> TrainingJob:
-    """The job of the options.
+def check_options(options: argparse.Namespace) -> None:
+    """Check what can be checked before torch is loaded, which takes seconds.
 
     Raises:
-        ArgumentError: an option is out of range.
+        ArgumentError: an option is out of range, does not fit another one, or names a file that is not there.
     """
-    from reshard.compression import parse_policy
-
-    from .loop import TrainingJob
-
     for name in ("shrink", "steps", "batch", "num_microbatches", "sequence", "log_every", "eval_batches"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -227,6 +231,29 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Traini
     rate = options.learning_rate
     if rate is not None and not 0 < rate < math.inf:
         raise ArgumentError(f"--learning-rate is {rate}; it must be positive and finite")
+    is_text = isinstance(PRESETS[options.preset].config, GPTConfig)
+    if options.sequence is not None and not is_text:
+        raise ArgumentError(f"{options.preset} has no sequence; omit --sequence")
+    if options.trust_pickle and not options.resume:
+        raise ArgumentError("--trust-pickle is for --resume; omit it, or pass both")
+    if options.data is not None and not is_text:
+        raise ArgumentError(f"{options.preset} trains on pictures that it draws itself; omit --data")
+    if options.data is not None and not Path(options.data).exists():
+        raise ArgumentError(f"the data {options.data} cannot be read: there is no such file")
+    _parse_layers(options.layers)
+    _check_plan(options)
+
+
+def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> TrainingJob:
+    """The job of options that :func:`check_options` has checked.
+
+    Raises:
+        ArgumentError: the training plan is none, or the preset has fewer layers than stages.
+    """
+    from reshard.compression import parse_policy
+
+    from .loop import TrainingJob
+
     training_plan = _read_training_plan(options)
     num_stages = stages.count(",") + 1 if training_plan is None else 1  # the search shrinks the preset for one stage
     factor = round(preset.config.shrink_factor(options.shrink)) if options.shrink > 1 else 1
@@ -235,12 +262,8 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Traini
     changes["learning_rate"] = options.learning_rate
     changes["autocast"] = "" if options.autocast == "none" else options.autocast
     preset = replace(preset, **{name: value for name, value in changes.items() if value is not None})
-    if options.sequence is not None:
-        if not isinstance(preset.config, GPTConfig):
-            raise ArgumentError(f"{options.preset} has no sequence; omit --sequence")
+    if options.sequence is not None and isinstance(preset.config, GPTConfig):
         preset = replace(preset, config=replace(preset.config, sequence=options.sequence))
-    if options.trust_pickle and not options.resume:
-        raise ArgumentError("--trust-pickle is for --resume; omit it, or pass both")
     saves = options.checkpoint or options.resume or options.save_every
     name = options.preset if options.shrink == 1 else f"{options.preset}/{options.shrink}"
     return TrainingJob(
@@ -269,29 +292,51 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Traini
     )
 
 
-def _read_training_plan(options: argparse.Namespace) -> TrainingPlan | None:
-    """The training plan of a file; None if there is none, or one is still to be searched for.
-
-    Raises:
-        ArgumentError: the file is not a training plan, or other options do not fit it.
-    """
+def _check_plan(options: argparse.Namespace) -> None:
+    """Raise ArgumentError if there is no file of ``--plan``, or options of plans and searches do not fit each other."""
     if options.plan is None:
         _refuse_search_options(options, "pass --plan auto with it")
-        return None
+        return
     for name in ("meshes", "layers"):
         if getattr(options, name) is not None:
             raise ArgumentError(f"a training plan has its own stages; omit --{name} or --plan")
     if options.schedule != "auto":
         raise ArgumentError("a training plan has its own schedule; omit --schedule or --plan")
     if options.plan in SEARCHES:
-        return None
-    from ..autoparallel import TrainingPlan
-
+        _check_search(options)
+        return
     if not Path(options.plan).is_file():
         raise ArgumentError(
             f"there is no training plan {options.plan!r}; pass auto, tune, or the file of a training plan"
         )
     _refuse_search_options(options, f"the training plan {options.plan} has been found already: omit one of the two")
+
+
+def _check_search(options: argparse.Namespace) -> None:
+    from ..autoparallel.search_command import find_topology, parse_bytes, parse_keep
+
+    if options.devices is not None and options.devices < 1:
+        raise ArgumentError(f"--devices is {options.devices}; it must be positive")
+    num_ranks = options.devices or int(os.environ.get("WORLD_SIZE", "0")) or None
+    if options.topology is not None:
+        find_topology(options.topology, num_ranks)
+    elif num_ranks is None:
+        raise ArgumentError(f"--plan {options.plan} needs --devices N, the number of ranks, or --topology FILE")
+    parse_keep(options.keep)
+    if options.memory is not None:
+        parse_bytes(options.memory)
+
+
+def _read_training_plan(options: argparse.Namespace) -> TrainingPlan | None:
+    """The training plan of a file; None if there is none, or one is still to be searched for.
+
+    Raises:
+        ArgumentError: the file is not a training plan, or has other microbatches than the options.
+    """
+    if options.plan is None or options.plan in SEARCHES:
+        return None
+    from ..autoparallel import TrainingPlan
+
     training_plan = TrainingPlan.read(options.plan)
     if options.num_microbatches not in (None, training_plan.num_microbatches):
         raise ArgumentError(

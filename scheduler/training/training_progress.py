@@ -76,7 +76,7 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(text)
         else:
-            self.note(f"step {step + 1}: {text}{f', about {format_seconds(left)} left' if left >= 1 else ''}")
+            self.note(f"step {step + 1}: {text}{f', about {format_seconds(round(left))} left' if left >= 1 else ''}")
 
     def note(self, text: str) -> None:
         """Print a line."""

@@ -28,6 +28,17 @@ TO = ["--dst-mesh", "3x4", "--dst", "S0 R R"]
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
+def test_an_unknown_option_shows_the_usage_of_its_command(capsys):
+    for words, message in (
+        (["profile", "gpt3-125m", "--batch", "0"], "reshard profile: error: reshard profile does not take --batch 0\n"),
+        (["plan", "--topolgy=tcp", *PLAN[1:], *TO], "does not take --topolgy=tcp; did you mean '--topology'?\n"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        shown = capsys.readouterr().err
+        assert caught.value.code == 2 and shown.startswith(f"usage: reshard {words[0]} ") and shown.endswith(message)
+
+
 def test_text_matches_the_golden_files(capsys):
     assert main([*PLAN, *TO, "--strategy", "broadcast"]) == 0
     assert capsys.readouterr().out == (GOLDENS / "plan_2x4_3x4.txt").read_text()

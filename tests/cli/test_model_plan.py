@@ -163,10 +163,26 @@ def test_path_that_does_not_exist_is_an_error_before_the_network_is_asked(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not JSON: Expecting value: line 1 column 1 (char 0); pass the config.json of a model"),
+        ("model_type: llama", "is not JSON: Expecting value"),
+        ("[1, 2]", "has no model_type, such as"),
+        ('{"hosts": []}', "has no model_type, such as"),
+    ],
+)
+def test_a_file_that_is_no_config_is_an_error(tmp_path, capsys, text, message):
+    (tmp_path / "config.json").write_text(text)
+    assert main(["plan", "--model", str(tmp_path / "config.json"), "--src", "fsdp=2", "--dst", "tp=2"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("config", "arguments", "text"),
     [
         (LLAMA, ["--src", "fdsp=2", "--dst", "tp=2"], "did you mean 'fsdp'?"),
         (LLAMA, ["--src", "fsdp=2", "--dst", "tp=two"], "such as tp=8"),
+        (LLAMA, ["--src", "fsdp=2"], "--model also needs --dst, such as --dst fsdp=32"),
         (LLAMA, ["--src", "fsdp=2", "--dst", "tp=3"], "tp=3, which does not divide the 8 attention heads"),
         (LLAMA, ["--src", "fsdp=2", "--dst", "ep=2"], "LlamaForCausalLM has no experts"),
         (LLAMA, ["--src", "fsdp=2", "--dst", "pp=5"], "pp=5, but LlamaForCausalLM has 4 layers"),

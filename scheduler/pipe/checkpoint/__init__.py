@@ -21,7 +21,7 @@ A checkpoint is written to ``step-00000100.unfinished``, which is then renamed. 
 again, the earlier checkpoint of step 100 is still there. :mod:`.pickled` reads the format of earlier versions.
 """
 
-from .checkpoint_choice import choose_checkpoint
+from .checkpoint_choice import choose_checkpoint, find_model_shapes
 from .folders import find_checkpoints
 from .loading import check_model_entries, find_entries, find_model_entries, load
 from .saving import CHECKPOINT_TIMEOUT_SECONDS, check_saved, save
@@ -37,6 +37,7 @@ __all__ = [
     "find_checkpoints",
     "find_entries",
     "find_model_entries",
+    "find_model_shapes",
     "load",
     "save",
 ]

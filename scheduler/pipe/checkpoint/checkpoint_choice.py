@@ -75,6 +75,23 @@ def choose_checkpoint(
     return checkpoint
 
 
+def find_model_shapes(path: str | Path) -> tuple[Path, dict[str, tuple[int, ...]]] | None:
+    """The folder of the newest checkpoint, and the shapes of the model's tensors by name, read by this process alone.
+
+    None if there is no checkpoint, or its index is pickled or damaged: :func:`choose_checkpoint` says so on all ranks.
+    """
+    try:
+        folders = find_checkpoints(read_path(path))
+        if not folders:
+            return None
+        stored = StoredCheckpoint(folders[-1][1], read_digests(folders[-1][1]))
+    except (ArgumentError, OSError):
+        return None
+    prefix = "model."
+    shapes = {key.removeprefix(prefix): item.shape for key, item in stored.tensors.items() if key.startswith(prefix)}
+    return stored.folder, shapes
+
+
 class _PickleError(Exception):
     """A checkpoint needs pickle."""
 

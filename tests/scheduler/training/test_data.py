@@ -52,6 +52,10 @@ def test_files_of_text_and_of_tokens_are_read_and_other_shapes_refused(tmp_path)
     np.save(tmp_path / "square.npy", np.zeros((2, 2)))
     with pytest.raises(ArgumentError, match=r"square.npy has shape \[2, 2\] and dtype float64"):
         read_tokens(tmp_path / "square.npy")
+    (tmp_path / "broken.npy").write_text("1 2 3\n")
+    with pytest.raises(ArgumentError, match=r"a \.npy file must be what numpy\.save writes") as caught:
+        read_tokens(tmp_path / "broken.npy")
+    assert "pickle" not in str(caught.value)
     with pytest.raises(ArgumentError, match=r"absent\.txt cannot be read"):
         read_tokens(tmp_path / "absent.txt")
 

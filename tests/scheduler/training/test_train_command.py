@@ -54,6 +54,21 @@ def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "gpt3-125m.report" / "trace.json").read_text())["traceEvents"]
     assert main([*command, "--steps", "4", "--learning-rate", "0.5"]) == 2
     assert "--learning-rate 0.003, not 0.5; resumed runs keep theirs" in capfd.readouterr().err
+    monkeypatch.setattr("reshard.scheduler.training.launch.run_processes", None)  # no process starts
+    for options, message in (
+        (
+            ["--meshes", "1x1,1x1,1x1"],
+            "step-00000004 is of a model of 2 layers, but gpt3-125m/24 on the stages 1x1,1x1,1x1 has 3 layers; pass the "
+            "preset and the --shrink of the run that saved it, and, because a smaller model has at least one layer for "
+            "each stage, --meshes of 2 stages",
+        ),
+        (
+            ["--sequence", "32"],
+            "has the sizes [85, 36] there, and has [32, 36] in gpt3-125m/24; pass the preset, the --s",
+        ),
+    ):
+        assert main([*command, "--steps", "6", *options]) == 2
+        assert message in capfd.readouterr().err
 
 
 @pytest.mark.integration
@@ -122,6 +137,26 @@ def test_errors_name_the_option_and_the_rule(options, message, capfd, tmp_path, 
     shown = capfd.readouterr().err
     assert message in shown
     assert len(shown.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train gpt3-125m --batch 0", "--batch is 0; it must be positive"),
+        ("train gpt3-125m --data absent", "the data absent cannot be read: there is no such file"),
+        ("train gpt3-125m --plan absent.json", "there is no training plan 'absent.json'"),
+        ("train gpt3-125m --plan auto", "--plan auto needs --devices N"),
+        ("train gpt3-125m --plan auto --devices 4 --memory 1MB", "--memory '1MB' is 1,000,000 bytes; a device needs"),
+        ("profile gpt3-125m --shrink 0", "--shrink is 0; it must be positive"),
+    ],
+)
+def test_a_wrong_option_is_refused_before_torch_is_loaded(words, message):
+    code = (
+        "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); from reshard.cli.main import main"
+    )
+    code = f"{code}; sys.exit(main({words.split()}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "False\n") and message in done.stderr
 
 
 def test_help_names_presets_and_examples(capsys):
