@@ -2,7 +2,7 @@
 
 import pytest
 
-from microbench.training.ready_order import CASES, draw_costs, make_pipeline
+from microbench.training.ready_order_gain import CASES, draw_costs, make_pipeline
 from microbench.training.virtual_clock import CLOCK_MESSAGE_SECONDS, simulate_step
 from reshard.scheduler import simulate_schedule
 
