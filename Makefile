@@ -9,7 +9,9 @@ unexport PYTHONDONTWRITEBYTECODE
 SOURCES := pyproject.toml constraints.txt $(wildcard native/* native/*/*)
 
 # In the same environment, each build of the package reuses the objects of the last one.
-EDITABLE := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable
+# Python compiles a module when it is first imported; pip would compile thousands that nothing imports.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+EDITABLE := $(INSTALL) --no-build-isolation --editable
 BUILD_REQUIREMENTS := import shutil, tomllib; tools = [tool for tool in ("cmake", "ninja") if not shutil.which(tool)]; \
 	print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], *tools, sep="\n")
 
@@ -24,8 +26,8 @@ $(VENV)/all: EXTRAS := torch,test,dev,bench,docs
 
 $(VENV)/installed $(VENV)/all: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -c '$(BUILD_REQUIREMENTS)' | xargs -d '\n' $(BIN)/python -m pip install --quiet --disable-pip-version-check
+	$(INSTALL) torch==2.13.0
+	$(BIN)/python -c '$(BUILD_REQUIREMENTS)' | xargs -d '\n' $(INSTALL)
 	$(EDITABLE) '.[$(EXTRAS)]'
 	touch $@
 
@@ -38,7 +40,7 @@ test: install
 # The lowest versions that pyproject.toml allows, and a pandas and a pyparsing with which others work. They come before the
 # others: PYTHONPATH=build/lowest make test
 lowest: install
-	PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+	PIP_CONSTRAINT= $(INSTALL) --no-deps --upgrade \
 		--target build/lowest --requirement constraints-lowest.txt
 
 # Each run imports only the files that have tests for it.

@@ -9,9 +9,9 @@ import argparse
 
 import torch
 
+from microbench.gpu.gpu_packing import seconds_of
 from microbench.harness.case_options import add_number
 from microbench.harness.table import Table
-from microbench.kernels.packing import seconds_of
 from reshard.codecs import BLOCK_CODECS, BlockCodec, parse_codec
 
 NUM_VALUES = 2**28

@@ -1,4 +1,4 @@
-"""Plots of a run: mean ratio to the lower bound, and link use of one transfer over time."""
+"""The plot of a run: mean ratio to the lower bound."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from microbench.cases.rows import describe_tensors
-from microbench.harness.message_trace import Trace
-from reshard.cost import find_bound
-from reshard.topology import Topology
 
 
 def new_figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
@@ -71,59 +66,3 @@ def draw_summary(ratios: Mapping[str, Sequence[float]], path: Path) -> None:
         loc="right",
     )
     save_figure(figure, path)
-
-
-def draw_links(trace: Trace, path: Path) -> None:
-    """Plot when each direction of each NIC was busy: measured above, predicted below.
-
-    Args:
-        trace: measured and predicted times of all messages of one plan. Messages of one transfer share a colour.
-        path: SVG file to write. Its folder is created.
-    """
-    messages, topology = trace.timeline.messages, trace.plan.topology
-    measured: dict[int, tuple[float, float]] = {}
-    last: dict[tuple[int, int], float] = {}
-    for row in range(len(messages)):
-        ident, pair = int(messages.id[row]), (int(messages.sender[row]), int(messages.receiver[row]))
-        if ident in trace.measured:
-            posted, arrived = trace.measured[ident]
-            # messages between the same two ranks flow one after the other
-            measured[row] = (min(max(posted, last.get(pair, 0.0)), arrived), arrived)
-            last[pair] = max(arrived, last.get(pair, 0.0))
-    simulated = {row: (float(trace.timeline.start[row]), float(trace.timeline.finish[row])) for row in measured}
-    links = _links(messages, topology)
-    figure, axes = new_figure(8, 1.5 + 0.32 * len(links), rows=2)
-    figure.suptitle(describe_tensors(trace.plan.tensors), fontsize=9)
-    limit = max(trace.seconds, trace.timeline.makespan_seconds)
-    for axis, spans, title, end in (
-        (axes[0][0], measured, "measured", trace.seconds),
-        (axes[1][0], simulated, "predicted", trace.timeline.makespan_seconds),
-    ):
-        for line, (_, rows) in enumerate(links.items()):
-            for row in rows:
-                begin, finish = spans[row]
-                colour = f"C{int(messages.transfer[row]) % 10}"
-                axis.barh(line, finish - begin, 0.8, left=begin, color=colour, alpha=0.45, linewidth=0)
-        axis.axvline(end, color="black", lw=0.8)
-        axis.set_yticks(range(len(links)), list(links))
-        axis.invert_yaxis()
-        axis.set_title(f"{title}: {end:.3f} s, bound {find_bound(trace.plan).seconds:.3f} s", loc="left", fontsize=8)
-        axis.set_xlim(0, limit * 1.02)
-    axes[1][0].set_xlabel(
-        "time since the start of the transfer, s (a colour is a transfer; ten colours repeat; line: end)"
-    )
-    figure.supylabel("NIC and direction", fontsize=8)
-    save_figure(figure, path)
-
-
-def _links(messages: Any, topology: Topology) -> dict[str, list[int]]:
-    """``{"host 0.1 out": rows}``: the messages that pass each NIC in each direction, as rows of the message table."""
-    links: dict[str, list[int]] = {}
-    hosts, nics = topology.host_of_rank, topology.nic_of_rank
-    for row in range(len(messages)):
-        sender, receiver = int(messages.sender[row]), int(messages.receiver[row])
-        if hosts[sender] != hosts[receiver]:
-            for rank, direction in ((sender, "out"), (receiver, "in")):
-                nic = f".{nics[rank]}" if len(topology.host(hosts[rank]).nics) > 1 else ""
-                links.setdefault(f"host {hosts[rank]}{nic} {direction}", []).append(row)
-    return dict(sorted(links.items()))

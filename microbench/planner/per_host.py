@@ -21,7 +21,7 @@ import numpy as np
 import torch.distributed as dist
 
 from microbench.harness.case_options import add_number
-from microbench.planner.large_plans import inputs
+from microbench.planner.large import inputs
 from reshard.api.preparation import plan_per_host
 from reshard.coordination import CallGroup, find_call_group, find_group, plan_arguments
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan
@@ -36,7 +36,7 @@ _CASES = ("300 tensors, 128 to 128", "300 tensors, 512 to 512", "300 tensors, 10
 
 
 def measure(rank: int, case: str, shares: bool) -> dict[str, Any]:
-    """Plan a case on a rank of the host. For ``case`` see :func:`microbench.planner.large_plans.inputs`."""
+    """Plan a case on a rank of the host. For ``case`` see :func:`microbench.planner.large.inputs`."""
     plan_per_host.SHARED_FROM_SECONDS = 0.0 if shares else float("inf")
     call_group = find_call_group(find_group(None), tuple(range(_RANKS)))
     with _planning(call_group, *inputs("swap/16")) as take_plan:  # loads modules, and connects the ranks

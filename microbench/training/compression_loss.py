@@ -11,19 +11,11 @@ causes.
 ``speed`` trains for a few steps with one rank per emulated host. Contenders take turns. A line prints the median of the
 turns, which are medians of steps, and the share of the step that is no computation: the one by which a step without
 codecs is longer than on links of 10 Gbit/s.
-
-A 2024 study (arXiv 2409.02423) found that ZFP everywhere trains faster and to a worse loss, and that milder codecs
-where errors hurt keep the loss. "ZFP everywhere" is its naive choice: ZFP at 8 bits a value (the zfpy package) in the
-messages of int8x128. "ZFP hybrid" encodes only sums of gradients with it. The study encodes the other messages without
-loss (MPC), which changes no value. Here they are raw, so only the loss compares. zfpy compresses 0.2 GB/s on a CPU, and
-the study's ZFP ran on GPUs, so the speeds of both lines are not those of the study.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -32,9 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from microbench.harness.case_options import add_number
-from microbench.harness.machine_description import stderr
 from microbench.harness.turns import equal_hosts, run_on_hosts
-from microbench.kernels.zfp import zfp_as_int8
 from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler.pipe.training_engine import PipelineEngine
 from reshard.scheduler.training.loop import TrainingJob, train
@@ -52,8 +42,6 @@ FAST = "10 Gbit/s"
 #: Policy of each contender; edges are encoded whatever the simulation says, so that only the codecs differ.
 CONTENDERS = {
     RAW: None,
-    "ZFP everywhere": "dp=int8x128,pp=int8x128,force-pp",
-    "ZFP hybrid": "dp=int8x128",
     "int8 everywhere": "dp=int8x128,pp=int8x128,force-pp",
     "int4 everywhere": "dp=int4x128,pp=int4x128,force-pp",
     "hybrid": "dp=int4x128-bf16,pp=int8x128,force-pp",
@@ -67,8 +55,8 @@ class Run(NamedTuple):
     seconds: float
 
 
-def run_job(rank: int, job: TrainingJob, is_zfp: bool) -> Run:
-    """Train on one rank, with ZFP in place of int8x128 if asked for."""
+def run_job(rank: int, job: TrainingJob) -> Run:
+    """Train on one rank."""
     torch.set_num_threads(1)
     seconds: list[float] = []
     step = PipelineEngine.step
@@ -81,16 +69,15 @@ def run_job(rank: int, job: TrainingJob, is_zfp: bool) -> Run:
 
     PipelineEngine.step = timed  # type: ignore[method-assign]
     try:
-        with zfp_as_int8() if is_zfp else contextlib.nullcontext():
-            held_out = train(rank, job, shows=False).held_out
+        held_out = train(rank, job, shows=False).held_out
     finally:
         PipelineEngine.step = step  # type: ignore[method-assign]
     return Run(held_out, statistics.median(seconds))
 
 
-def run_reporting_job(rank: int, report: Callable[[Any], None], job: TrainingJob, is_zfp: bool) -> Run:
+def run_reporting_job(rank: int, report: Callable[[Any], None], job: TrainingJob) -> Run:
     """:func:`run_job` on an emulated host."""
-    return run_job(rank, job, is_zfp)
+    return run_job(rank, job)
 
 
 def _make_job(name: str, steps: int, seed: int, eval_batches: int, learning_rate: float | None = None) -> TrainingJob:
@@ -112,7 +99,7 @@ def measure_losses(names: list[str], steps: int, seeds: int, learning_rate: floa
     for seed in track(range(seeds), "seeds"):
         for name in names:
             job = _make_job(name, steps, seed, EVAL_BATCHES, learning_rate)
-            runs = run_processes(run_job, NUM_RANKS, job, name.startswith("ZFP"), timeout_seconds=3600.0)
+            runs = run_processes(run_job, NUM_RANKS, job, timeout_seconds=3600.0)
             losses[name].append(runs[0].held_out)
             print_line(f"{name:16} seed {seed}  held-out {runs[0].held_out:.4f}")
     return losses
@@ -136,8 +123,8 @@ def measure_speeds(names: list[str], rate: str, steps: int, turns: int) -> dict[
     seconds: dict[str, list[float]] = {name: [] for name in links}
     for _ in track(range(turns), "turns"):
         for name, link in links.items():
-            how = _make_job(name, steps, 0, 1), name.startswith("ZFP")
-            runs = run_on_hosts(equal_hosts(link, NUM_RANKS, 1), run_reporting_job, *how, timeout_seconds=3600.0)
+            job = _make_job(name, steps, 0, 1)
+            runs = run_on_hosts(equal_hosts(link, NUM_RANKS, 1), run_reporting_job, job, timeout_seconds=3600.0)
             seconds[name].append(max(run.seconds for run in runs))
     return seconds
 
@@ -168,9 +155,6 @@ def run(options: argparse.Namespace) -> None:
     is_loss = options.measure == "loss"
     steps = options.steps or (400 if is_loss else 10)
     names = list(CONTENDERS)
-    if importlib.util.find_spec("zfpy") is None:
-        stderr("compression_loss: zfpy is not installed, so the lines of ZFP are missing")
-        names = [name for name in names if not name.startswith("ZFP")]
     print_line(f"{STAGES}, {steps} steps")
     if is_loss:
         show_losses(measure_losses([RAW, AGAIN, *names[1:]], steps, options.seeds, options.learning_rate))

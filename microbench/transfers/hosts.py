@@ -20,7 +20,6 @@ from microbench.cases.rows import SUITES, Row, all_rows
 from microbench.emulation.emulated_cluster import ClusterError
 from microbench.emulation.namespaces import why_unsupported
 from microbench.harness.case_options import BenchmarkOptionError, add_number
-from microbench.harness.hosts_report import format_summary, format_table
 from microbench.harness.machine_description import describe_machine, stderr
 from microbench.harness.records import write_records
 from microbench.harness.steal_time import TimeBudget
@@ -32,6 +31,7 @@ from microbench.harness.suite import (
     plan_row,
     run_cluster,
 )
+from microbench.transfers.report import format_summary, format_table
 from reshard.cli.progress_bars import show_progress
 from reshard.topology import parse_rate
 

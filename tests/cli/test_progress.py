@@ -23,7 +23,7 @@ COMMANDS = {
     "demo": "reshard demo --divide 32",
     "quality": "microbench quality --set listed --strategy send_recv",
     "auto_quality": "microbench auto_quality --pairs 2 --most-ranks 8",
-    "scaling": "microbench scaling --most 16 --repeats 1",
+    "planning_time": "microbench planning_time --ranks 72 --networks dgx_h100 --repeats 1",
     "check_speed": "microbench check_speed --messages 100 --case tensors --repeats 1",
     "loopback": "microbench loopback --repeats 1 --calls 1 --mib 1 --case rows --quick",
     "faults": "tests.campaigns.faults --runs 1 --fault none",

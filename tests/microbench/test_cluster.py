@@ -24,7 +24,6 @@ from microbench.cases.rows import CLUSTERS, all_rows, read_cluster
 from microbench.emulation import namespaces
 from microbench.emulation.emulated_cluster import ClusterError, EmulatedCluster
 from microbench.harness.benchmark_rank import BenchmarkJob, run_jobs
-from microbench.harness.hosts_report import TRACED
 from microbench.harness.suite import plan_row
 from microbench.training import compare_schedules, drawn_pipelines
 from reshard.planner.planning import plan_tensors
@@ -98,6 +97,9 @@ def test_hosts_are_isolated_and_leave_nothing():
     assert _interfaces() == interfaces
 
 
+ROWS = ("R S0 R on 2x4 -> S0 R R on 2x4", "S0 -> R", "2 -> 3 hosts, R R", "columns -> rows", "one host -> all others")
+
+
 def _move(rank, report, specs, plan):
     results = []
     run_jobs(rank, results.append, [BenchmarkJob("0", specs, plan)])
@@ -105,7 +107,7 @@ def _move(rank, report, specs, plan):
 
 
 @on_hosts
-@pytest.mark.parametrize("name", [TRACED, "S0 -> R", "2 -> 3 hosts, R R", "columns -> rows", "one host -> all others"])
+@pytest.mark.parametrize("name", ROWS)
 def test_every_element_arrives_and_each_nic_carries_the_bytes_of_the_plan(name):
     """Small tensors on the clusters of the suites: every element arrives, and each NIC carries the bytes of the plan."""
     row = next(row for row in all_rows(0, 0, scale=1 / 16) if row.name == name)

@@ -1,4 +1,4 @@
-"""Predicted bytes of a training plan against those that its ranks keep. ``microbench.training_plans.predicted_memory`` has more of
+"""Predicted bytes of a training plan against those that its ranks keep. ``microbench.training_plans.memory`` has more of
 them.
 """
 

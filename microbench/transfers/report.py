@@ -1,4 +1,4 @@
-"""Tables, a page and plots from the records that ``hosts --out`` wrote."""
+"""Tables, a page and a plot from the records that ``hosts --out`` wrote."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from microbench.harness.case_options import BenchmarkOptionError
-from microbench.harness.machine_description import format_machine, stderr
-from reshard.cli.progress_bars import show_progress
+from microbench.harness.machine_description import stderr
 
 Record = dict[str, Any]
 #: In shorter rows the start-up cost dominates the time on the links.
 LONG_SECONDS = 0.2
-#: The row whose link use is drawn, if it ran.
-TRACED = "R S0 R on 2x4 -> S0 R R on 2x4"
 
 
 def rows_of(records: Iterable[Record]) -> list[Record]:
@@ -143,27 +140,6 @@ def _mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def format_markdown(records: Sequence[Record], contenders: Sequence[str]) -> str:
-    """A Markdown table: the bound of each row, and the measured (predicted) ratio to it of each contender."""
-    run_record = next(record for record in records if record["kind"] == "run")
-    lines = [
-        f"{format_machine(run_record)} Cells: median time / lower bound at the measured link rates, in brackets the "
-        "prediction of the simulator. Contenders ran in turns.",
-        "",
-        "| | bound, s | " + " | ".join(contenders) + " |",
-        "|---|---|" + "---|" * len(contenders),
-    ]
-    rows: dict[tuple[str, str], dict[str, Record]] = {}
-    for record in records:
-        if record["kind"] == "row":
-            rows.setdefault((record["suite"], record["row"]), {})[record["contender"]] = record
-    for (suite, row), row_records in rows.items():
-        bound = next(iter(row_records.values()))["bound_seconds"]
-        cells = [_cell(row_records.get(contender)) for contender in contenders]
-        lines.append(f"| {suite}: {row} | {bound:.3g} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def format_suites(records: Sequence[Record], contenders: Sequence[str]) -> str:
     """A short Markdown table: per suite and contender the geometric mean ratio to the bound, and the worst row.
 
@@ -186,46 +162,29 @@ def format_suites(records: Sequence[Record], contenders: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def _cell(record: Record | None) -> str:
-    if record is None or "refused" in record or record["ratio"] is None:
-        return "-"
-    text = f"{record['ratio']:.2f}"
-    return text + (f" ({record['predicted_ratio']:.2f})" if "predicted_ratio" in record else "")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("records", type=Path, help="JSON lines written by python -m microbench hosts --out")
     parser.add_argument(
-        "--into",
-        type=Path,
-        required=True,
-        help="output path without suffix; writes INTO.md, INTO-summary.svg and INTO-links.svg",
+        "--into", type=Path, required=True, help="output path without suffix; writes INTO.md and INTO-summary.svg"
     )
-    parser.add_argument(
-        "--trace", help=f"row to run again for INTO-links.svg ({TRACED}, else the first row of the run)"
-    )
-    parser.add_argument("--no-trace", action="store_true", help="skip INTO-links.svg")
 
 
 def run(options: argparse.Namespace) -> None:
     """Write the page and the plots of a run."""
     try:
         records = [json.loads(line) for line in options.records.read_text().splitlines()]
-        names = list(dict.fromkeys(record["row"] for record in records if record["kind"] == "row"))
+        has_rows = any(record["kind"] == "row" for record in records)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BenchmarkOptionError(f"{options.records} has no valid records of a run: {error}") from None
-    if not names:
+    if not has_rows:
         raise BenchmarkOptionError(f"{options.records} has no row")
     if not options.into.parent.is_dir():
         raise BenchmarkOptionError(f"--into {options.into}: no folder {options.into.parent}")
-    trace = options.trace or (TRACED if TRACED in names else names[0])
-    if trace not in names:
-        raise BenchmarkOptionError(f"this run has no row {trace!r}; its rows: {', '.join(names)}")
-    write_page(records, options.into, None if options.no_trace else trace)
+    write_page(records, options.into)
 
 
-def write_page(records: Sequence[Record], into: Path, trace: str | None) -> None:
-    """Write ``into.md`` with summary and tables, and the plots ``into-*.svg``."""
+def write_page(records: Sequence[Record], into: Path) -> None:
+    """Write ``into.md`` with summary and tables, and the plot ``into-summary.svg``."""
     from microbench.harness.plots import draw_summary
     from microbench.harness.suite import ALSO_BY_DEFAULT, DEFAULT_CONTENDERS
 
@@ -234,40 +193,15 @@ def write_page(records: Sequence[Record], into: Path, trace: str | None) -> None
     also = [name for names in ALSO_BY_DEFAULT.values() for name in names]
     shown = [name for name in (*DEFAULT_CONTENDERS, *also) if name in contenders]
     summary = into.with_name(into.name + "-summary.svg")
-    with show_progress(1 + (trace is not None), "pictures") as advance:
-        draw_summary(ratios_of_contenders(records), summary)
-        advance(text=f"running row {trace}" if trace is not None else "")
-        plots = f"![time / lower bound]({summary.name})\n"
-        if trace is not None:
-            plots += _draw_trace(trace, into.with_name(into.name + "-links.svg"))
+    draw_summary(ratios_of_contenders(records), summary)
     page = into.with_suffix(".md") if into.suffix else into.with_name(into.name + ".md")
     parts = [
         "# Emulated hosts",
         f"```text\n{format_summary(records)}\n```",
-        plots,
+        f"![time / lower bound]({summary.name})",
         format_suites(records, shown),
-        format_markdown(records, contenders),
         "## Every measurement",
         f"```text\n{format_table(records)}\n```",
     ]
     page.write_text("\n\n".join(parts) + "\n")
-    written = sorted(str(path) for path in into.parent.glob(into.name + "*") if path.suffix in (".md", ".svg"))
-    stderr(f"wrote {', '.join(written)}")
-
-
-def _draw_trace(trace: str, links: Path) -> str:
-    """Run the row ``trace`` again and draw its link use into ``links``. Returns the Markdown of the picture."""
-    from microbench.cases.rows import all_rows
-    from microbench.harness.message_trace import trace_row
-    from microbench.harness.plots import draw_links
-    from microbench.harness.suite import OURS
-
-    row = next((row for row in all_rows(0, 100) if row.name == trace), None)
-    if row is None:
-        raise SystemExit(f"row {trace!r} is in no suite: use --no-trace")
-    draw_links(trace_row(row, OURS), links)
-    named = f"`{row.title}`" if row.title == trace else f"`{row.title}` (row `{trace}`)"
-    return (
-        f"\nLink use of {named} in a separate run. A transfer has one of ten colours:\n\n"
-        f"![link use over time]({links.name})\n"
-    )
+    stderr(f"wrote {page} and {summary}")

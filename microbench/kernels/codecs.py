@@ -6,16 +6,14 @@ Rates count bytes of plain values. A kernel runs on the calling thread.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from microbench.harness.table import Table
-from microbench.kernels import zfp
 from reshard.api.lossless.encoding import PIECE_BYTES
 from reshard.cli.progress_bars import print_line, track
 from reshard.codecs import BLOCK_CODECS, LOSSLESS_CODECS, BlockCodec, parse_codec
@@ -111,35 +109,6 @@ def time_differences(name: str, share: float, width: int) -> tuple[float, float,
     )
 
 
-def time_rivals() -> Iterator[tuple[str, float, float, float, float]]:
-    """Name, GB/s of encoding and decoding fp32, ratio and relative error of the codecs of installed packages."""
-    plain = np.random.default_rng(0).standard_normal(NUM_VALUES // 16).astype(np.float32)
-
-    def error(decoded: np.ndarray) -> float:
-        return float(np.linalg.norm(decoded - plain) / np.linalg.norm(plain))
-
-    if importlib.util.find_spec("zfpy") is not None:
-        data = zfp.compress(plain)
-        yield (
-            f"zfpy, rate {zfp.RATE}",
-            _rate(lambda: zfp.compress(plain), plain.nbytes),
-            _rate(lambda: zfp.decompress(data, len(plain)), plain.nbytes),
-            plain.nbytes / len(data),
-            error(zfp.decompress(data, len(plain))),
-        )
-    if importlib.util.find_spec("ml_dtypes") is not None:
-        import ml_dtypes
-
-        narrow = plain.astype(ml_dtypes.float8_e4m3fn)
-        yield (
-            "ml_dtypes, fp8 cast",
-            _rate(lambda: plain.astype(ml_dtypes.float8_e4m3fn), plain.nbytes),
-            _rate(lambda: narrow.astype(np.float32), plain.nbytes),
-            4.0,
-            error(narrow.astype(np.float32)),
-        )
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add none."""
 
@@ -174,10 +143,6 @@ def run(options: argparse.Namespace) -> int:
             rates = [time_differences(name, share, width) for share in SHARES]
             cells = [f"{encode:5.1f} {decode:5.1f}" for encode, decode, _ in rates]
             print_line(f"{name:9} {8 * width:2} bits  {'  '.join(cells)}")
-    columns = {"GB/s of other packages": "<24", "encode": ">.2f", "decode": ">.2f", "times smaller": ">.2f"}
-    table = Table(columns | {"error": ">.2%"})
-    for rival in time_rivals():
-        table.add(*rival)
     for text in missed:
         print(text, file=sys.stderr)
     return 1 if missed else 0

@@ -4,11 +4,10 @@ Each row is one plan, made in a new process: CPU seconds, peak memory, messages,
 the lower bound (above a million messages, the predicted time). ``--compare`` also makes and simulates the plans of
 other strategies, unless a lower bound on their time is at most 0.5 % below the time of ``auto``. The exit status is 1
 if one of them is faster by more than 0.5 %, apart from gathered plans, which ``auto`` takes only if they halve the time
-(decision 31). It is also 1 if a
-plan takes more CPU time or memory than its limit. ``--before`` repeats each row with another version of the library. No
-data is moved. One tensor of the pairs is 8 GiB: 65536 x 65536 bfloat16, on hosts of eight ranks with one NIC of 10
-Gbit/s, or those of ``--preset``. Exponents of the growth of CPU time and memory are fitted
-for pairs that were planned for several numbers of ranks; plans in closed form apart.
+(decision 31). It is also 1 if a plan takes more CPU time or memory than its limit. No data is moved. One tensor of the
+pairs is 8 GiB: 65536 x 65536 bfloat16, on hosts of eight ranks with one NIC of 10 Gbit/s, or those of ``--preset``.
+Exponents of the growth of CPU time and memory are fitted for pairs that were planned for several numbers of ranks;
+plans in closed form apart.
 """
 
 from __future__ import annotations
@@ -21,10 +20,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from reshard.cost import find_bound, simulate
 from reshard.plan import ROTATION
@@ -270,9 +271,9 @@ def bounds_of(case: str) -> dict[str, float]:
     return {name: bounds.of_strategy(name) for name in STRATEGIES}
 
 
-def run_one(python: str, case: str, strategy: str, limit: float, *, has_loads: bool = False) -> dict[str, Any]:
+def run_one(case: str, strategy: str, limit: float, *, has_loads: bool = False) -> dict[str, Any]:
     """:func:`measure` in a new process; ``limit`` seconds for the simulation."""
-    command = [python, "-P", str(Path(__file__).resolve()), case, strategy, str(limit), *["loads"] * has_loads]
+    command = [sys.executable, "-P", str(Path(__file__).resolve()), case, strategy, str(limit), *["loads"] * has_loads]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = done.stdout.splitlines()
     return json.loads(lines[-1]) if lines else {"error": f"exit status {done.returncode}"}
@@ -296,6 +297,11 @@ def _format(record: dict[str, Any]) -> str:
     return f"{record['cpu']:7.2f} s {record['mib']:6} MiB {record['messages']:11,}  {record['strategy']:18} {ratio}"
 
 
+def growth(ranks: Sequence[int], seconds: Sequence[float]) -> float:
+    """The exponent b of ``seconds ~ ranks ** b``, by least squares on the logarithms."""
+    return float(np.polyfit(np.log(ranks), np.log(seconds), 1)[0])
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[256, 1024], help="ranks of a side (256 1024)")
     parser.add_argument("--pairs", nargs="*", default=list(PAIRS), help="pairs of layouts (all)")
@@ -304,7 +310,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compare", nargs="*", default=[], metavar="STRATEGY", help="strategies to compare with auto; all: every one"
     )
-    parser.add_argument("--before", metavar="PYTHON", help="interpreter of an environment with another version")
     parser.add_argument("--picture", type=Path, metavar="SVG", help="draw the loads of links in the last case's plan")
     parser.add_argument("--limit", type=float, default=60, help="CPU seconds to plan and simulate; 0: only plan (60)")
 
@@ -319,28 +324,20 @@ def run(options: argparse.Namespace) -> int:
     planned: dict[tuple[str, bool], list[tuple[int, float, float]]] = {}  # ranks, CPU seconds, MiB of each plan
     hosts = f"/{options.preset}" if options.preset else ""
     for case in [*(f"{name}/{ranks}{hosts}" for ranks in options.ranks for name in options.pairs), *named]:
-        record = run_one(sys.executable, case, "auto", options.limit, has_loads=options.picture is not None)
+        record = run_one(case, "auto", options.limit, has_loads=options.picture is not None)
         print(f"{case:34} {_format(record)}", flush=True)
         slow += [case] * exceeds_limit(case, record)
         name, _, ranks = case.removesuffix(hosts).partition("/")
         if name in PAIRS and "cpu" in record:
             figures = int(ranks), record["cpu"], record["mib"]
             planned.setdefault((name, record["strategy"] == ROTATION), []).append(figures)
-        if options.before:
-            before = run_one(options.before, case, "auto", options.limit)
-            times = (
-                f"; {before['cpu'] / record['cpu']:.1f} times the CPU time"
-                if "cpu" in before and "cpu" in record
-                else ""
-            )
-            print(f"{'  before':34} {_format(before)}{times}", flush=True)
         time_of_auto = record.get("seconds", math.inf)
-        bounds = run_one(sys.executable, case, "bounds", 0) if options.compare else {}
+        bounds = run_one(case, "bounds", 0) if options.compare else {}
         for strategy in [name for name in bounds if name != "error"] if options.compare == ["all"] else options.compare:
             if time_of_auto <= bounds.get(strategy, 0.0) * (1 + MARGIN):
                 print(f"{'  ' + strategy:34} at least {bounds[strategy] / time_of_auto:.3f} times the time of auto")
                 continue
-            other = run_one(sys.executable, case, strategy, options.limit)
+            other = run_one(case, strategy, options.limit)
             ratio = f", {other['seconds'] / time_of_auto:.3f} times the time of auto" if "seconds" in other else ""
             print(f"{'  ' + strategy:34} {_format(other)}{ratio}", flush=True)
             if "seconds" in other and time_of_auto > other["seconds"] * (1 + MARGIN):
@@ -349,8 +346,6 @@ def run(options: argparse.Namespace) -> int:
         from microbench.planner.link_loads import draw_loads, from_json
 
         draw_loads(case, from_json(record["loads"]), record["bound"], record["seconds"], options.picture)
-    if len(options.ranks) > 1:
-        from microbench.planner.scaling import growth
     for (name, is_closed), rows in planned.items():
         if len(rows) > 1:
             numbers, seconds, memory = zip(*rows, strict=True)
@@ -363,5 +358,5 @@ def run(options: argparse.Namespace) -> int:
     return int(bool(beaten or slow))
 
 
-if __name__ == "__main__":  # in a new process, perhaps of another version of the library
+if __name__ == "__main__":  # in a new process
     sys.exit(_one(*sys.argv[1:]))
