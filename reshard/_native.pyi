@@ -172,6 +172,7 @@ def best_stages(
     sent: Any,
     cut_bytes: Any,
     factor: Any,
+    latency: Any,
     priced_at: Any,
     priced_forward: Any,
     priced_backward: Any,

@@ -63,7 +63,7 @@ struct Search {
     const int64_t *option_class, *next_at;
     const uint8_t *allowed;
     const double *forward, *backward, *activation, *fixed, *sync, *ending, *port_in, *port_out, *memory;
-    const double *received, *sent, *cut_bytes, *factor;
+    const double *received, *sent, *cut_bytes, *factor, *latency;
     int64_t microbatches;
     double bottleneck_seconds;
     std::unordered_map<int64_t, std::pair<double, double>> prices;
@@ -89,7 +89,9 @@ struct Search {
             if (found != prices.end())
                 return found->second;
         }
-        const double seconds = cut_bytes[is_chain ? cut : edge] * factor[(c * num_ends + at) * num_classes + d];
+        const double nbytes = cut_bytes[is_chain ? cut : edge];
+        const int64_t place = (c * num_ends + at) * num_classes + d;
+        const double seconds = nbytes > 0 ? nbytes * factor[place] + latency[place] : 0.0;
         return {seconds, seconds};
     }
 
@@ -246,7 +248,7 @@ std::tuple<double, double, Stages> best_stages(
     Array<double, 3> backward, Array<double, 3> activation, Array<double, 3> fixed, Array<double, 3> sync,
     Array<double, 3> ending, Array<uint8_t, 2> allowed, Array<int64_t, 2> next_at, Array<double, 2> port_in,
     Array<double, 2> port_out, Array<double, 2> memory, Array<double, 2> received, Array<double, 2> sent,
-    Array<double, 3> cut_bytes, Array<double, 3> factor, Array<int64_t, 1> priced_at,
+    Array<double, 3> cut_bytes, Array<double, 3> factor, Array<double, 3> latency, Array<int64_t, 1> priced_at,
     Array<double, 1> priced_forward, Array<double, 1> priced_backward, int64_t microbatches, double bottleneck_seconds) {
     Search search;
     const int64_t size = num_layers + 1, num_options = static_cast<int64_t>(option_class.shape(0));
@@ -267,7 +269,8 @@ std::tuple<double, double, Stages> best_stages(
         fits = fits && is_shape(*table, {num_classes, num_ends});
     fits = fits && is_shape(allowed, {num_options, num_ends}) && is_shape(received, {size, size}) &&
            is_shape(sent, {size, size}) && is_shape(cut_bytes, {sides, size, sides}) &&
-           is_shape(factor, {num_classes, num_ends, num_classes});
+           is_shape(factor, {num_classes, num_ends, num_classes}) &&
+           is_shape(latency, {num_classes, num_ends, num_classes});
     if (!fits)
         throw std::invalid_argument("best_stages: sizes of the arrays do not fit each other");
     search.options_of_class.resize(num_classes);
@@ -286,6 +289,7 @@ std::tuple<double, double, Stages> best_stages(
     search.fixed = fixed.data(), search.sync = sync.data(), search.ending = ending.data(), search.port_in = port_in.data();
     search.port_out = port_out.data(), search.memory = memory.data(), search.received = received.data();
     search.sent = sent.data(), search.cut_bytes = cut_bytes.data(), search.factor = factor.data();
+    search.latency = latency.data();
     search.microbatches = microbatches, search.bottleneck_seconds = bottleneck_seconds;
     for (size_t i = 0; i < priced_at.shape(0); ++i)
         search.prices[priced_at.data()[i]] = {priced_forward.data()[i], priced_backward.data()[i]};
@@ -318,7 +322,7 @@ void bind_recurrence(nb::module_ &m) {
     m.def("best_stages", &best_stages, nb::arg("num_layers"), nb::arg("is_chain"), nb::arg("option_class"),
           nb::arg("forward"), nb::arg("backward"), nb::arg("activation"), nb::arg("fixed"), nb::arg("sync"),
           nb::arg("ending"), nb::arg("allowed"), nb::arg("next_at"), nb::arg("port_in"), nb::arg("port_out"),
-          nb::arg("memory"), nb::arg("received"), nb::arg("sent"), nb::arg("cut_bytes"), nb::arg("factor"),
+          nb::arg("memory"), nb::arg("received"), nb::arg("sent"), nb::arg("cut_bytes"), nb::arg("factor"), nb::arg("latency"),
           nb::arg("priced_at"), nb::arg("priced_forward"), nb::arg("priced_backward"), nb::arg("microbatches"),
           nb::arg("bottleneck_seconds"),
           "The best stages for one bottleneck time, as (round trip, excess of gradient sums, "

@@ -37,11 +37,12 @@ def add(front, point):
 
 def best_stages(
     num_layers, is_chain, option_class, forward, backward, activation, fixed, sync, ending, allowed, next_at, port_in, port_out,
-    memory, received, sent, cut_bytes, factor, priced_at, priced_forward, priced_backward, microbatches, bottleneck_seconds,
+    memory, received, sent, cut_bytes, factor, latency, priced_at, priced_forward, priced_backward, microbatches,
+    bottleneck_seconds,
 ):  # fmt: skip
     """The best stages for one bottleneck time, as ``(trip, excess, [(first, end, index of devices left, option), ...])``.
 
-    ``cut_bytes * factor`` is the price of an edge in each direction, unless ``priced_at`` has its index. The excess is
+    ``cut_bytes * factor + latency`` is the price of an edge in each direction, 0 without bytes, unless ``priced_at`` has its index. The excess is
     that of gradient sums over the last backward of the first stage. Returns infinity and no stages if none fit.
     """
     num_classes, num_ends = next_at.shape
@@ -59,7 +60,8 @@ def best_stages(
         index = ((((first * size + cut) * size + end) * num_classes + c) * num_ends + at) * num_classes + d
         if index in prices:
             return prices[index]
-        seconds = cut_bytes[first, cut, end] * factor[c, at, d]
+        nbytes = cut_bytes[first, cut, end]
+        seconds = nbytes * factor[c, at, d] + latency[c, at, d] if nbytes > 0 else 0.0
         return seconds, seconds
 
     def behind(first, cut, c, at):

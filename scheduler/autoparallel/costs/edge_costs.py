@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -132,23 +133,60 @@ class EdgeCosts:
         return priced
 
     def bound_seconds(self, tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> tuple[float, float]:
-        """Seconds forward and backward that no plan beats: unique bytes into hosts over the rate of their NICs."""
+        """Seconds forward and backward that no plan beats: a latency, and bytes over the rates of ports."""
         nbytes = sum(tensor.sample_bytes for tensor in tensors) * num_samples
         returned = sum(tensor.sample_bytes for tensor in tensors if tensor.has_gradient) * num_samples
-        per_byte = self.bound_per_byte(src, dst)
-        return nbytes * per_byte, returned * per_byte
+        per_byte, fixed = self.bound_per_byte(src[:2], dst[:2]), self.fixed_seconds(src[:2], dst[:2])
+        if not self._hosts_of(src[:2]) & self._hosts_of(dst[:2]):
+            per_byte = max(per_byte, self.own_per_byte(src), self.own_per_byte(dst))
+        return nbytes * per_byte + fixed * bool(nbytes), returned * per_byte + fixed * bool(returned)
 
-    def bound_per_byte(self, src: End, dst: End) -> float:
-        """Seconds for each byte of a tensor that goes from the hosts of ``src`` to other hosts, 0 on one host."""
-        senders = {host for host, _, _ in self.cluster.hosts_of(*src[:2])}
-        receivers = {host for host, _, _ in self.cluster.hosts_of(*dst[:2])}
+    def fixed_seconds(self, src: tuple[int, int], dst: tuple[int, int]) -> float:
+        """Seconds that a transfer between two ranges of ranks takes at least, in addition to those of its bytes."""
+        topology = self.cluster.topology
+        if src[0] < dst[1] and dst[0] < src[1]:  # bytes may stay on their rank
+            return self.message_seconds
+        senders, receivers = self._hosts_of(src), self._hosts_of(dst)
+        latencies = [topology.latency_seconds] * (len(senders | receivers) > 1)
+        latencies += [topology.inside_latency_seconds] * bool(senders & receivers)
+        return self.message_seconds + topology.start_seconds + min(latencies)
+
+    def _hosts_of(self, ranks: tuple[int, int]) -> set[int]:
+        return {host for host, _, _ in self.cluster.hosts_of(*ranks)}
+
+    def bound_per_byte(self, src: tuple[int, int], dst: tuple[int, int]) -> float:
+        """Seconds for each byte of a tensor between two ranges of ranks, in either direction, with any layouts.
+
+        Between ranks of different hosts, all bytes leave the hosts of one end and enter those of the other. Within a
+        host, they pass the links of the ranks of each end.
+        """
+        senders, receivers = self._hosts_of(src), self._hosts_of(dst)
+        topology = self.cluster.topology
+        if len(senders | receivers) == 1 and (src[1] <= dst[0] or dst[1] <= src[0]):
+            rate = topology.inside_bytes_per_second or math.inf
+            rate *= min(src[1] - src[0], dst[1] - dst[0])
+            return self.min_ratio / min(rate, topology.inside_total_bytes_per_second or math.inf)
         if senders & receivers:
             return 0.0
-        topology = self.cluster.topology
-        hosts = topology.host
-        leave = sum(max(hosts(h).egress_bytes_per_second, hosts(h).ingress_bytes_per_second) for h in senders)
-        enter = sum(max(hosts(h).egress_bytes_per_second, hosts(h).ingress_bytes_per_second) for h in receivers)
-        return self.min_ratio / min(leave, enter)
+        return self.min_ratio / min(sum(map(self._host_rate, hosts)) for hosts in (senders, receivers))
+
+    def own_per_byte(self, end: End) -> float:
+        """The same for one end with its layout, if the other end is on other hosts.
+
+        Samples that only ranks of one host have must leave or enter this host.
+        """
+        first, stop, shape = end
+        width = shape if isinstance(shape, int) else shape[1]  # ranks that have the same samples
+        num_shards, seconds = (stop - first) // width, 0.0
+        for host, begin, after in self.cluster.hosts_of(first, stop):
+            num_own = (after - first) // width - -(-(begin - first) // width)
+            seconds = max(seconds, num_own / num_shards / self._host_rate(host))
+        return self.min_ratio * seconds
+
+    def _host_rate(self, host: int) -> float:
+        """Bytes per second of the NICs of a host, in their faster direction."""
+        links = self.cluster.topology.host(host)
+        return max(links.egress_bytes_per_second, links.ingress_bytes_per_second)
 
 
 def make_edge(numbers: tuple[int, int], tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> Edge:

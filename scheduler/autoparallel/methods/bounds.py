@@ -199,8 +199,8 @@ def _recurrence(problem: SearchProblem, positions: list[tuple[int, int, StagePla
         if (place, memory) not in fitting:
             fitting[place, memory] = _least_of(tables[place], memory, is_range)
         passed, filled = fitting[place, memory]
-        ends = [(cut, cut + after, 1) for after in sizes_at.get(used - number, ())]
-        factor = min((problem.edge_costs.bound_per_byte((begin, cut, 1), end) for end in ends), default=0.0)
+        ends = [(cut, cut + after) for after in sizes_at.get(used - number, ())]
+        factor = min((problem.edge_costs.bound_per_byte((begin, cut), end) for end in ends), default=0.0)
         there, back = sent * factor, returned * factor
         over_edge = passed + count * np.maximum(there, back)
         beyond = passed + there + shares * back if is_sequential else np.where(np.isfinite(passed), 0.0, np.inf)

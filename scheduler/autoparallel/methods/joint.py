@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,8 +15,13 @@ from .recurrence_tables import Tables, make_tables
 
 #: Ratio of consecutive bottleneck times that are tried. The answer is within this factor of the best one.
 PACE_STEP = 1.01
-#: Maximum number of distinct plans that :func:`joint` returns, in total and for one number of microbatches.
-NUM_CANDIDATES, PER_COUNT = 6, 3
+#: Maximum number of distinct plans that :func:`joint` returns, in total and for one number of microbatches, and the
+#: longest time of a plan over that of the first one.
+NUM_CANDIDATES, PER_COUNT, NEAR = 6, 3, 1.5
+#: The number of an infinite bottleneck time.
+_NO_LIMIT = 1 << 62
+#: Relative tolerance of equal seconds.
+_SAME = 1e-12
 
 
 def joint(problem: SearchProblem, below_seconds: float = math.inf) -> tuple[Candidate, ...]:
@@ -25,92 +30,130 @@ def joint(problem: SearchProblem, below_seconds: float = math.inf) -> tuple[Cand
 
     Plans count only if they take less than ``below_seconds`` in this model.
     """
-    candidates: list[Candidate] = []
-    counts: dict[int, int] = {}
-    for candidate in best_plans(problem, below_seconds):
-        if counts.get(candidate.num_microbatches, 0) < PER_COUNT and candidate.text not in {
-            item.text for item in candidates
-        }:
-            counts[candidate.num_microbatches] = counts.get(candidate.num_microbatches, 0) + 1
-            candidates.append(candidate)
-        best = candidates[0].predicted_seconds or 0.0
-        if len(candidates) == NUM_CANDIDATES or (candidate.predicted_seconds or 0.0) > 1.5 * best:
-            break
-    return tuple(candidates)
+    return tuple(itertools.islice(best_plans(problem, below_seconds), NUM_CANDIDATES))
 
 
 @dataclass(frozen=True, order=True)
 class _Entry:
-    """A bottleneck time to be searched. ``seconds`` is a lower bound on its best plan, or the time of that plan.
+    """Bottleneck times ``first`` to ``end - 1`` of a number of microbatches, or one that was searched (no ``end``).
 
-    An infinite bottleneck time stands for all that :func:`bottleneck_times` leaves out.
+    Attributes:
+        seconds: lower bound on their plans. If it is exact, it is the time of the plan of ``stages``.
+        value: least sum of round trip and excess at a bottleneck time that is no shorter; a lower bound.
     """
 
     seconds: float
     count: int
-    bottleneck_seconds: float
-    is_exact: bool
-    stages: Stages
+    first: int
+    end: int
+    is_exact: bool = False
+    value: float = 0.0
+    stages: Stages = ()
+
+
+@dataclass(eq=False)
+class _Count:
+    """The search for one number of microbatches.
+
+    Attributes:
+        times: bottleneck times by number, ascending.
+        prices: seconds of edges that the planner has computed.
+        exact: least sums of round trip and excess, by the number of the bottleneck time.
+        step: difference to the next number that is searched if none above it is known.
+    """
+
+    tables: Tables
+    times: list[float]
+    prices: dict[int, tuple[float, float]] = field(default_factory=dict)
+    exact: dict[int, float] = field(default_factory=dict)
+    step: int = 0
+
+    def time_of(self, number: int) -> float:
+        """The bottleneck time of a number."""
+        if number == _NO_LIMIT:
+            return math.inf
+        while number >= len(self.times):
+            self.times.append(self.times[-1] * PACE_STEP)
+        return self.times[number]
+
+    def entry(self, first: int, end: int, value: float, stages: Stages = (), is_exact: bool = False) -> _Entry:
+        """An entry of the heap."""
+        count = self.tables.num_microbatches
+        steady = (count - 1) * self.time_of(first) if count > 1 else 0.0
+        return _Entry(value + steady, count, first, end, is_exact, value, stages)
+
+    def search_one(self, number: int) -> Iterator[_Entry]:
+        """The best plan at a bottleneck time with the known prices; nothing if no plan fits."""
+        trip, excess, stages = self.tables.best_stages(self.time_of(number), self.prices)
+        if stages:
+            yield self.entry(number, 0, trip + excess, stages)
+
+    def price(self, entry: _Entry) -> Iterator[_Entry]:
+        """The best plan of a bottleneck time that was searched, with more prices."""
+        price_edges(self.tables, entry.stages, self.prices)
+        for found in self.search_one(entry.first):
+            if price_edges(self.tables, found.stages, self.prices):
+                yield found
+                continue
+            self.exact[entry.first] = found.value
+            yield replace(found, is_exact=True)
+            if entry.first == _NO_LIMIT:
+                yield self.entry(0, _NO_LIMIT, found.value)
+
+    def divide(self, entry: _Entry) -> Iterator[_Entry]:
+        """Search one of several bottleneck times. It bounds the plans of those below it, which allow no other plans."""
+        first, end = entry.first, entry.end
+        if self.exact.get(first - 1, math.inf) <= entry.value * (1 + _SAME):
+            return  # the plan of the time before them is the best of all of them
+        number = (first + end) // 2
+        if end == _NO_LIMIT:
+            number, self.step = first + self.step, max(1, 2 * self.step)
+        for found in self.search_one(number):
+            yield found
+            if first < number:
+                yield self.entry(first, number, found.value)
+        if number + 1 < end:
+            yield self.entry(number + 1, end, entry.value)
 
 
 def best_plans(problem: SearchProblem, below_seconds: float = math.inf) -> Iterator[Candidate]:
-    """Plans of all bottleneck times and numbers of microbatches that are faster than a limit, by seconds in the model.
+    """Distinct plans that are faster than a limit, by seconds in the model: the best of their bottleneck times.
+
+    At most :data:`PER_COUNT` of each number of microbatches that take at most :data:`NEAR` times as long as the first.
 
     Edges start with lower bounds of their prices. The planner computes the true prices of the edges of the best plan,
     and the same bottleneck time is searched again. Once the best plan has true prices only, no other plan is better.
-    Bottleneck times are searched in the order of their bounds, so most are never searched.
+    A longer bottleneck time allows all plans of a shorter one, so the sum of round trip and excess at a searched time
+    is a bound for all shorter ones. Times are searched in the order of their bounds, so most are never searched.
     """
-    tables: dict[int, Tables] = {}
-    prices: dict[int, dict[int, tuple[float, float]]] = {}
-    trips: dict[int, float] = {}
+    counts: dict[int, _Count] = {}
     heap: list[_Entry] = []
     for count in problem.microbatch_counts:
-        made = make_tables(problem, count)
-        if made is None:
-            continue
-        tables[count], prices[count] = made, {}
-        trip = made.min_trip()
-        if trip < math.inf:
-            times = bottleneck_times(made)
-            heap += [_Entry(trip + (count - 1) * seconds, count, seconds, False, ()) for seconds in times]
-            heap.append(_Entry(trip + (count - 1) * times[-1], count, math.inf, False, ()))
-            trips[count] = trip
+        tables = make_tables(problem, count)
+        if tables is not None and (trip := tables.min_trip()) < math.inf:
+            counts[count] = _Count(tables, bottleneck_times(tables))
+            first = _NO_LIMIT if count == 1 else 0  # a limit does not make the step of one microbatch shorter
+            heap.append(counts[count].entry(first, _NO_LIMIT, trip))
     heapq.heapify(heap)
+    found: dict[str, int] = {}  # numbers of microbatches by the text of the plan
     while heap and heap[0].seconds < below_seconds:
         entry = heapq.heappop(heap)
-        count, bottleneck_seconds = entry.count, entry.bottleneck_seconds
+        own = counts[entry.count]
+        if sum(count == entry.count for count in found.values()) >= PER_COUNT:
+            continue
         if entry.is_exact:
-            yield Candidate("joint", entry.stages, count, entry.seconds)
+            candidate = Candidate("joint", entry.stages, entry.count, entry.seconds)
+            if candidate.text not in found:
+                below_seconds = min(below_seconds, math.nextafter(NEAR * entry.seconds, math.inf))
+                found[candidate.text] = entry.count
+                yield candidate
             continue
-        made = tables[count]
-        if bottleneck_seconds == math.inf:
-            for seconds in longer_times(made, prices[count]):
-                heapq.heappush(heap, _Entry(trips[count] + (count - 1) * seconds, count, seconds, False, ()))
-            continue
-        trip, excess, stages = made.best_stages(bottleneck_seconds, prices[count])
-        if not stages:
-            continue
-        is_exact = not price_edges(made, stages, prices[count])
-        heapq.heappush(
-            heap, _Entry(trip + (count - 1) * bottleneck_seconds + excess, count, bottleneck_seconds, is_exact, stages)
-        )
-
-
-def longer_times(tables: Tables, prices: dict[int, tuple[float, float]]) -> Iterator[float]:
-    """The bottleneck times, 1 % apart, above those of :func:`bottleneck_times` at which the best plan may be.
-
-    Transfers may take longer than all computation. Without a limit, the best plan has the least round trip and excess
-    of all plans, with one microbatch in flight. It is allowed at a bottleneck time as long as its round trip and its
-    ports, so no longer bottleneck time has a better plan.
-    """
-    trip, _, stages = tables.best_stages(math.inf, prices)
-    while stages and price_edges(tables, stages, prices):
-        trip, _, stages = tables.best_stages(math.inf, prices)
-    ports = tables.port_in.max() * tables.received.max() + tables.port_out.max() * tables.sent.max()
-    seconds = bottleneck_times(tables)[-1]
-    while stages and seconds < max(trip, ports):
-        seconds *= PACE_STEP
-        yield seconds
+        if entry.first == _NO_LIMIT and not entry.stages:
+            more = own.search_one(_NO_LIMIT)
+        else:
+            more = own.price(entry) if entry.stages else own.divide(entry)
+        for item in more:
+            heapq.heappush(heap, item)
 
 
 def price_edges(tables: Tables, stages: Stages, prices: dict[int, tuple[float, float]]) -> bool:

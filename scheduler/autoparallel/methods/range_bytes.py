@@ -40,10 +40,11 @@ class RangeBytes:
         return cls(received, sent, returned)
 
 
-def bytes_of_cuts(graph: LayerGraph) -> np.ndarray:
+def bytes_of_cuts(graph: LayerGraph, *, only_gradients: bool = False) -> np.ndarray:
     """``[first, cut, end]``: bytes of a sample from a stage of layers first to cut to one of layers cut to end.
 
-    For a chain, bytes depend on the cut alone, so the table has the shape ``[1, cut, 1]``.
+    For a chain, bytes depend on the cut alone, so the table has the shape ``[1, cut, 1]``. With ``only_gradients``, the
+    bytes are those of the gradients that return.
     """
     size = len(graph.layers) + 1
     sides = 1 if graph.is_chain else size
@@ -55,7 +56,8 @@ def bytes_of_cuts(graph: LayerGraph) -> np.ndarray:
     inside = (first < cut) & (cut < end)
     for tensor, last_holder, next_reader in _neighbours(graph):
         crosses = (last_holder[None, :, None] >= first) & (next_reader[None, :, None] < end)
-        table += np.where(inside & crosses, tensor.sample_bytes, 0)
+        if tensor.has_gradient or not only_gradients:
+            table += np.where(inside & crosses, tensor.sample_bytes, 0)
     return table
 
 

@@ -82,8 +82,10 @@ class Tables:
         port_in, port_out: ``[class, u]``: seconds per byte of the ports towards the stages before and after it.
         memory: ``[class, u]``: bytes of a device.
         received, sent: ``[first, end]``: bytes of a microbatch that a stage receives and sends forward, on the wire.
-        cut_bytes: ``[first, cut, end]``: bytes between two stages next to each other; chains use ``[0, cut, 0]`` only.
-        factor: ``[class, u, next class]``: lower bound on seconds per byte of such an edge.
+        cut_bytes: ``[first, cut, end]``: bytes that two stages next to each other exchange in either direction; chains
+            use ``[0, cut, 0]`` only.
+        factor, latency: ``[class, u, next class]``: lower bounds on the seconds of such an edge: for each byte, and in
+            addition.
     """
 
     problem: SearchProblem
@@ -106,6 +108,7 @@ class Tables:
     sent: np.ndarray
     cut_bytes: np.ndarray
     factor: np.ndarray
+    latency: np.ndarray
 
     def best_stages(
         self, bottleneck_seconds: float, prices: Mapping[int, tuple[float, float]]
@@ -121,7 +124,8 @@ class Tables:
         trip, excess, chosen = _native.best_stages(
             len(self.problem.graph.layers), self.problem.graph.is_chain, self.option_class, self.forward,
             self.backward, self.activation, self.fixed, self.sync, self.ending, self.allowed, self.next_at,
-            self.port_in, self.port_out, self.memory, self.received, self.sent, self.cut_bytes, self.factor, at,
+            self.port_in, self.port_out, self.memory, self.received, self.sent, self.cut_bytes, self.factor,
+            self.latency, at,
             priced[:, 0].copy(), priced[:, 1].copy(), self.num_microbatches, bottleneck_seconds,
         )  # fmt: skip
         return trip, excess, tuple(self.stage(*item) for item in chosen)
@@ -214,11 +218,10 @@ def _make_tables(problem: SearchProblem, num_microbatches: int) -> Tables | None
     received, sent = (
         num_samples * item * problem.edge_costs.min_ratio for item in (exchanged[1].received, exchanged[1].sent)
     )
-    factor = _bound_factors(problem, classes, ends, next_at)
     return Tables(
         problem, num_microbatches, classes, options, ends, forward, backward, activation, fixed, sync, ending,
         allowed.astype(np.uint8), next_at, port_in, port_out, memory, received, sent,
-        num_samples * bytes_of_cuts(graph), factor,
+        num_samples * bytes_of_cuts(graph, only_gradients=True), *_edge_bounds(problem, classes, ends, next_at),
     )  # fmt: skip
 
 
@@ -316,19 +319,29 @@ def _port_seconds(problem: SearchProblem, begin: int, end: int) -> tuple[float, 
     return per_byte * before, per_byte * after
 
 
-def _bound_factors(
+def _edge_bounds(
     problem: SearchProblem, classes: Sequence[StageClass], ends: Sequence[int], next_at: np.ndarray
-) -> np.ndarray:
-    """``[class, u, next class]``: seconds per byte of an edge that no plan beats."""
-    total = problem.cluster.num_ranks
-    factor = np.zeros((len(classes), len(ends), len(classes)))
+) -> tuple[np.ndarray, np.ndarray]:
+    """``factor`` and ``latency`` of :class:`Tables`."""
+    cluster, edge_costs, total = problem.cluster, problem.edge_costs, problem.cluster.num_ranks
+    shape = (len(classes), len(ends), len(classes))
+    factor, latency = np.zeros(shape), np.zeros(shape)
+    own = np.zeros(shape[:2])  # seconds per byte of one end alone, if the other end is on other hosts
+    for c, index in np.argwhere(next_at >= 0):
+        begin = total - ends[index]
+        own[c, index] = edge_costs.own_per_byte((begin, begin + classes[c].num_ranks, classes[c].grid or classes[c].tp))
     sizes = np.array([class_.num_ranks for class_ in classes])
-    rest_of = {size: next_at[np.flatnonzero(sizes == size)[0]] for size in sorted(set(sizes.tolist()))}
-    for (size, rests), index in itertools.product(rest_of.items(), range(1, len(ends))):
-        rest = rests[index]
-        begin, cut = total - ends[index], total - ends[index] + size
-        for other in rest_of if rest > 0 else ():
-            if rest_of[other][rest] >= 0:
-                bound = problem.edge_costs.bound_per_byte((begin, cut, 1), (cut, cut + other, 1))
-                factor[np.ix_(sizes == size, [index], sizes == other)] = bound
-    return factor
+    of_size = {size: np.flatnonzero(sizes == size) for size in sorted(set(sizes.tolist()))}
+    for size, index in itertools.product(of_size, range(1, len(ends))):
+        rest = next_at[of_size[size][0], index]
+        src = (total - ends[index], total - ends[index] + size)
+        for other in of_size if rest > 0 else ():
+            if next_at[of_size[other][0], rest] < 0:
+                continue
+            dst = (src[1], src[1] + other)
+            at = np.ix_(of_size[size], [index], of_size[other])
+            factor[at], latency[at] = edge_costs.bound_per_byte(src, dst), edge_costs.fixed_seconds(src, dst)
+            if src[1] in cluster.host_starts:
+                both = np.maximum.outer(own[of_size[size], index], own[of_size[other], rest])
+                factor[at] = np.maximum(factor[at], both[:, None, :])
+    return factor, latency

@@ -107,6 +107,26 @@ def test_joint_finds_plans_whose_edges_take_longer_than_all_computation():
     assert found[0].predicted_seconds > 8 * 0.8
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_joint_searches_few_bottleneck_times_and_gives_distinct_plans(seed, monkeypatch):
+    problem = make_problem(seed, slow_links=True).changed(microbatch_counts=(1, 2, 4))
+    searched, recurrence = [], recurrence_tables.Tables.best_stages
+
+    def best_stages(tables, bottleneck_seconds, prices):
+        searched.append((tables.num_microbatches, bottleneck_seconds))
+        return recurrence(tables, bottleneck_seconds, prices)
+
+    monkeypatch.setattr(recurrence_tables.Tables, "best_stages", best_stages)
+    found = joint.joint(problem)
+    seconds = [candidate.predicted_seconds for candidate in found]
+    assert seconds == sorted(seconds) and seconds[-1] <= 1.5 * seconds[0]
+    assert len({candidate.text for candidate in found}) == len(found)
+    counts = [candidate.num_microbatches for candidate in found]
+    assert max(map(counts.count, counts)) <= joint.PER_COUNT
+    tables = [recurrence_tables.make_tables(problem, count) for count in problem.microbatch_counts]
+    assert len(set(searched)) < 0.5 * sum(len(joint.bottleneck_times(item)) for item in tables if item is not None)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_native_recurrence_equals_its_reference(seed):
     problem = make_problem(100 + seed, grids=seed % 2 == 1, ties=seed > 3)
@@ -122,7 +142,8 @@ def test_native_recurrence_equals_its_reference(seed):
         trip, excess, stages = reference_stages(
             len(problem.graph.layers), problem.graph.is_chain, tables.option_class, tables.forward, tables.backward,
             tables.activation, tables.fixed, tables.sync, tables.ending, tables.allowed, tables.next_at, tables.port_in,
-            tables.port_out, tables.memory, tables.received, tables.sent, tables.cut_bytes, tables.factor, at,
+            tables.port_out, tables.memory, tables.received, tables.sent, tables.cut_bytes, tables.factor,
+            tables.latency, at,
             [prices[i][0] for i in at], [prices[i][1] for i in at], tables.num_microbatches, limit,
         )  # fmt: skip
         assert tables.best_stages(limit, prices) == (trip, excess, tuple(tables.stage(*stage) for stage in stages))

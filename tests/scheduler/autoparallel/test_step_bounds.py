@@ -7,13 +7,13 @@ import math
 
 import pytest
 
-from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, LayerProfile
+from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, LayerProfile, Tensor
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.costs.step_bounds import may_be_faster, step_bound
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods.joint import joint
-from reshard.topology import Topology
+from reshard.topology import Host, Link, Topology
 from tests.scheduler.autoparallel.random_searches import interleaved_candidates, make_problem
 
 
@@ -43,6 +43,34 @@ def test_no_interleaved_candidate_with_early_sums_is_faster_than_the_bounds(seed
             assert may_be_faster(problem, candidate, found.seconds * (1 + 1e-6))
             num_hidden += sum(found.sum_seconds) < 0.9 * sum(cost.sync_seconds for cost in found.costs)
     assert num_hidden
+
+
+@pytest.mark.parametrize("inside", [None, 1e8])
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_no_edge_costs_less_than_its_bound(inside, has_gradient):
+    """A host of one rank, and hosts of two and four; the bound is also tight where one message carries all bytes."""
+    graph = LayerGraph.transformer(layers=1, hidden=256, heads=4, sequence=64, vocabulary=64)
+    links = tuple(Host((Link.of(rate),)) for rate in (1e9, 1e8, 4e8))
+    cluster = Cluster(Topology((0, 1, 1, 2, 2, 2, 2), links, inside_bytes_per_second=inside), 1e10)
+    costs = SearchProblem(graph, cluster, LayerProfile.estimate(graph, flops_per_second=1e12), 16).edge_costs
+    tensors = (Tensor("x", (64, 256), "float32", 0, (1,), has_gradient=has_gradient),)
+    meshes = [(0, 1), (1, 2), (2, 3), (1, 3), (3, 5), (5, 7), (3, 7), (0, 3), (1, 7)]
+    ends = [
+        (first, end, shape)
+        for first, end in meshes
+        for shape in (1, 2, 4, (2, 1, 1), (1, 2, 1), (2, 2, 1))
+        if (end - first) % (shape if isinstance(shape, int) else math.prod(shape)) == 0
+    ]
+    ends = [(a, b, (*s[:2], (b - a) // math.prod(s)) if isinstance(s, tuple) else s) for a, b, s in ends]
+    ratios = []
+    for src, dst in itertools.permutations(ends, 2):
+        if src[1] <= dst[0] or dst[1] <= src[0]:
+            price, bounds = costs.price(tensors, 24, src, dst), costs.bound_seconds(tensors, 24, src, dst)
+            assert bounds[0] <= price.forward_seconds * (1 + 1e-9)
+            assert bounds[1] <= price.backward_seconds * (1 + 1e-9)
+            assert min(bounds) > 0 or not has_gradient
+            ratios.append(bounds[0] / price.forward_seconds)
+    assert max(ratios) > 1 - 1e-9
 
 
 def make_slow_case(gbit):
