@@ -32,7 +32,7 @@ from microbench.training_plans.accuracy import (
 from microbench.training_plans.by_hand import make_by_hand, parse_stages
 from reshard.cli.progress_bars import print_line, track
 from reshard.scheduler import one_f_one_b
-from reshard.scheduler.autoparallel import Choice, Cluster, TrainingPlan
+from reshard.scheduler.autoparallel import Cluster, LayerChoice, TrainingPlan
 from reshard.scheduler.autoparallel.costs.search_problem import SearchProblem, Stages
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.searching import choose_training_plan
@@ -69,7 +69,7 @@ def divisions(problem: SearchProblem) -> Iterator[Stages]:
         for cuts in itertools.combinations(range(1, num_layers), len(sizes) - 1):
             ends, ranks = (*cuts, num_layers), list(itertools.accumulate(sizes, initial=0))
             yield tuple(
-                StagePlan(first, end, ranks[index], ranks[index + 1], (Choice(),) * (end - first))
+                StagePlan(first, end, ranks[index], ranks[index + 1], (LayerChoice(),) * (end - first))
                 for index, (first, end) in enumerate(itertools.pairwise((0, *ends)))
             )
 

@@ -260,7 +260,7 @@ def check_world(meshes: Sequence[Mesh], num_ranks: int) -> None:
         raise ArgumentError(
             f"the stages are on {describe_ranks(sorted(used))}, but the process group has {num_ranks} "
             f"rank{'s' * (num_ranks != 1)}; each of its ranks must be in a stage, and there must be no others; a "
-            'search with keep={"idle": False} uses all ranks'
+            'search with fixed={"idle": False} uses all ranks'
         )
 
 

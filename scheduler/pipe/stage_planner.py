@@ -18,7 +18,7 @@ from reshard.topology import Topology
 from ..ir.actions import StageChannel
 from ..ir.schedule import Schedule
 from ..ir.text import format_schedule, parse_schedule
-from ..passes.edge_codecs import CodecChoice, choose_codecs, compress_edges
+from ..passes.edge_codecs import EdgeCodecs, choose_codecs, compress_edges
 from ..pipeline import Pipeline, Stage
 from ..runtime.schedule_engine import ScheduleEngine
 from ..runtime.step_executor import StepProgram
@@ -187,16 +187,16 @@ class Programs:
                 schedule, self._planner.priced(outline, num_samples, self._engine.topology, self.profile), limit
             )
 
-    def _choose(self, num_microbatches: int, outline: BatchOutline, num_samples: int) -> CodecChoice:
+    def _choose(self, num_microbatches: int, outline: BatchOutline, num_samples: int) -> EdgeCodecs:
         """The schedule and the codecs between stages."""
         build = functools.partial(self._build_schedule, num_microbatches)
         topology = self._engine.topology
         if self._policy.pp is None and isinstance(self._build, Schedule):
-            return CodecChoice({}, build(None), 0.0, 0.0, {})
+            return EdgeCodecs({}, build(None), 0.0, 0.0, {})
         assert self.profile is not None
         pipeline = self._planner.priced(outline, num_samples, topology, self.profile)
         if self._policy.pp is None:
-            return CodecChoice({}, build(pipeline), 0.0, 0.0, {})
+            return EdgeCodecs({}, build(pipeline), 0.0, 0.0, {})
         return choose_codecs(
             pipeline,
             build,

@@ -132,8 +132,8 @@ def without_ddp(module: torch.nn.Module) -> torch.nn.Module:
 
 def is_sharded(pipeline: Pipeline, stage: int) -> bool:
     """Whether a tensor on an edge of the stage is sharded over the ranks of the stage."""
-    sides = [spec.dst_shards for edge in pipeline.edges if edge.dst == stage for spec in edge.tensors]
-    sides += [spec.src_shards for edge in pipeline.edges if edge.src == stage for spec in edge.tensors]
+    sides = [spec.dst_tiles for edge in pipeline.edges if edge.dst == stage for spec in edge.tensors]
+    sides += [spec.src_tiles for edge in pipeline.edges if edge.src == stage for spec in edge.tensors]
     return any(shards.local_shape(rank) != shards.shape for shards in sides for rank in shards.layout.ranks)
 
 

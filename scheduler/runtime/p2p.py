@@ -226,7 +226,7 @@ class StageTransfers:
         if channel not in self._zeros:
             self._zeros[channel] = {
                 str(spec.name): torch.zeros(
-                    spec.dst_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=self._device
+                    spec.dst_tiles.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=self._device
                 )
                 for spec in self._plans[channel].tensors
             }

@@ -74,7 +74,7 @@ class SentShards:
         tensors = {edge.dst: edge.tensors for edge in pipeline.edges if edge.src == stage}
         shapes = {
             dst: tuple(
-                (spec, str(spec.name), torch.Size(spec.src_shards.local_shape(rank)), getattr(torch, spec.dtype))
+                (spec, str(spec.name), torch.Size(spec.src_tiles.local_shape(rank)), getattr(torch, spec.dtype))
                 for spec in specs
             )
             for dst, specs in tensors.items()
@@ -258,7 +258,7 @@ class StageRun:
         device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
         def empty(spec: TensorSpec) -> torch.Tensor:
-            return torch.empty(spec.src_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=device)
+            return torch.empty(spec.src_tiles.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=device)
 
         return {dst: {str(spec.name): empty(spec) for spec in tensors} for dst, tensors in tensors_of.items()}
 

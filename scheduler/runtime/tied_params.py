@@ -265,7 +265,7 @@ def check_ties(
                     "add up, so it needs no tie"
                 )
             spec = TensorSpec(tie.shape, tie.dtype, _layout(tie, pipeline, stage), _layout(tie, pipeline, stage))
-            expected = spec.src_shards.local_shape(rank)
+            expected = spec.src_tiles.local_shape(rank)
             if tuple(local.shape) != tuple(expected):
                 raise ArgumentError(
                     f"parameter {name!r} of stage {stage} has shape {list(local.shape)}, but rank {rank} has the shard "

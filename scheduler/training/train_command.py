@@ -98,7 +98,7 @@ def _add_search(add: Callable[..., Any]) -> None:
     add("--topology", help="hosts and links for a search, as for reshard search (default: one host)")
     add("--memory", help="memory of a device for a search, such as 16GB (default: 90 %% of what it has)")
     add(
-        "--keep",
+        "--fixed",
         action="append",
         default=[],
         metavar="NAME=VALUE",
@@ -302,7 +302,7 @@ def _read_training_plan(options: argparse.Namespace) -> TrainingPlan | None:
 
 
 def _refuse_search_options(options: argparse.Namespace, rule: str) -> None:
-    for name in ("devices", "topology", "memory", "keep", "save_plan"):
+    for name in ("devices", "topology", "memory", "fixed", "save_plan"):
         if getattr(options, name):
             raise ArgumentError(f"--{name.replace('_', '-')} is for a search; {rule}")
 

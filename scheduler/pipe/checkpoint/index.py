@@ -29,7 +29,7 @@ _MAX, _MAX_DIMS = 2**62, 64
 
 
 @dataclass(frozen=True)
-class Shard:
+class StoredShard:
     """A box of a tensor in a file.
 
     Attributes:
@@ -58,7 +58,7 @@ class CheckpointEntry:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[StoredShard, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class Index:
         return {*self.shards, *self.values.values()}
 
     @functools.cached_property
-    def shards(self) -> dict[str, list[tuple[str, Shard]]]:
+    def shards(self) -> dict[str, list[tuple[str, StoredShard]]]:
         """Keys and shards in each safetensors file, in the order of their bytes."""
-        by_file: dict[str, list[tuple[str, Shard]]] = {}
+        by_file: dict[str, list[tuple[str, StoredShard]]] = {}
         for key, entry in self.tensors.items():
             for shard in entry.shards:
                 by_file.setdefault(shard.file, []).append((key, shard))
@@ -172,7 +172,7 @@ def _parse_entry(value: Any, what: str) -> CheckpointEntry:
     return entry
 
 
-def _parse_shard(value: Any, what: str, itemsize: int) -> Shard:
+def _parse_shard(value: Any, what: str, itemsize: int) -> StoredShard:
     fields = _check_keys(value, {"file", "offsets", "shape", "bytes", "xxh3_128"}, what)
     _check_name(fields["file"], _TENSORS, f"the file of {what}")
     shape = _integers(fields["shape"], f"the shape of {what}")
@@ -181,7 +181,7 @@ def _parse_shard(value: Any, what: str, itemsize: int) -> Shard:
         raise ValueError(f"the bytes of {what} are {brief(list(span))}, but its shape is {brief(list(shape))}")
     if not isinstance(fields["xxh3_128"], str) or not _DIGEST.fullmatch(fields["xxh3_128"]):
         raise ValueError(f"the digest of {what} is {brief(fields['xxh3_128'])}, not 32 hexadecimal digits")
-    return Shard(
+    return StoredShard(
         fields["file"], _integers(fields["offsets"], f"the offsets of {what}"), shape, *span, fields["xxh3_128"]
     )
 

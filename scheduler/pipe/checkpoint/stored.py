@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import compare_names, format_names
 
 from .file_digests import DIGESTS_FILE, check_file, digest_parts, explain_difference
-from .index import INDEX_FILE, CheckpointEntry, Index, Shard, parse_index
+from .index import INDEX_FILE, CheckpointEntry, Index, StoredShard, parse_index
 from .plain_parameters import JoinedTensor, find_pieces
 from .safetensors_dtypes import CODES
 from .values import decode, parse_json
@@ -33,7 +33,7 @@ class ShardRead:
     """
 
     key: str
-    shard: Shard
+    shard: StoredShard
     slices: tuple[slice, ...]
     target: torch.Tensor
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from reshard.errors import ArgumentError, DisagreementError
 
 from .file_digests import digest_parts, write_synced
-from .index import CheckpointEntry, Index, Shard, check_shards
+from .index import CheckpointEntry, Index, StoredShard, check_shards
 from .plain_parameters import JoinedTensor, find_pieces
 from .safetensors_dtypes import CODES, DTYPES
 from .values import encode, format_json
@@ -85,10 +85,10 @@ class WritePlan:
 
     def make_index(self, written: Mapping[int, Sequence[Any]]) -> Index:
         """The index, from what :func:`write_entries` returned on each rank."""
-        shards: dict[str, list[Shard]] = {key: [] for key in self.tensors}
+        shards: dict[str, list[StoredShard]] = {key: [] for key in self.tensors}
         for rank, item in written.items():
             for (key, (offsets, shape)), (file, start, stop, digest) in zip(self.pieces[rank], item, strict=True):
-                shards[key].append(Shard(file, offsets, shape, start, stop, digest))
+                shards[key].append(StoredShard(file, offsets, shape, start, stop, digest))
         tensors = {
             key: CheckpointEntry(tensor.dtype, tensor.shape, tuple(shards[key])) for key, tensor in self.tensors.items()
         }
@@ -143,7 +143,8 @@ def _check_boxes(tensors: Mapping[str, CheckpointEntry], holders: Mapping[tuple[
     for key, entry in tensors.items():
         try:
             check_shards(
-                key, CheckpointEntry(entry.dtype, entry.shape, tuple(Shard("", *box, 0, 0, "") for box in boxes[key]))
+                key,
+                CheckpointEntry(entry.dtype, entry.shape, tuple(StoredShard("", *box, 0, 0, "") for box in boxes[key])),
             )
         except ValueError as error:
             raise DisagreementError(f"the ranks do not save a whole tensor: {error}") from error
