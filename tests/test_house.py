@@ -87,13 +87,13 @@ def graph():
 def _layers():
     """The packages of the table in docs/design.md, from the bottom up."""
     page = (ROOT / "docs" / "design.md").read_text()
-    return re.findall(r"^\| `((?:reshard|microbench)[a-z.]*)` \|", page, flags=re.M)
+    return re.findall(r"^\| `((?:reshard|microbench)[a-z_.]*)` \|", page, flags=re.M)
 
 
 def _layer_of(module, layers):
     """The longest package of the table that a module is in. The root holds single modules only."""
-    if module in ("reshard.__main__", "reshard"):
-        return layers.index("reshard.cli") if module == "reshard.__main__" else 0
+    if module == "reshard":
+        return 0
     holds = [layer for layer in layers if layer != "reshard" and f"{module}.".startswith(f"{layer}.")]
     if not holds and module.count(".") == 1:
         return 0
@@ -347,7 +347,7 @@ def test_the_stub_of_the_native_module_names_its_parameters():
 #: one that derives classes from private ones.
 PRIVATE_TORCH = {
     "reshard.runtime.torch_compat",
-    "reshard.scheduler.runtime.torch_compat",
+    "reshard.scheduler.torch_compat",
     "reshard.sharding.spec",
     "reshard.forks",
     "reshard.compression.fsdp_collectives",
@@ -382,7 +382,7 @@ def _private_torch_names(path):
 def test_private_names_of_torch_stay_in_modules_for_them():
     found = {name: _private_torch_names(path) for name, path in _modules().items() if name.startswith("reshard")}
     assert {name: used for name, used in found.items() if used and name not in PRIVATE_TORCH} == {}
-    assert found["reshard.scheduler.runtime.torch_compat"]
+    assert found["reshard.scheduler.torch_compat"]
 
 
 def _documented(node):

@@ -36,7 +36,7 @@ from microbench.harness.machine_description import stderr
 from microbench.harness.turns import equal_hosts, run_on_hosts
 from microbench.kernels.zfp import zfp_as_int8
 from reshard.cli.progress_bars import print_line, track
-from reshard.scheduler.pipe.training_engine import PipelineEngine
+from reshard.scheduler.model_stages.training_engine import PipelineEngine
 from reshard.scheduler.training.loop import TrainingJob, train
 from reshard.scheduler.training.models.model_presets import find_preset
 from reshard.scheduler.training.train_command import add_arguments, make_job

@@ -10,7 +10,7 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.sharding import Layout, TensorSpec
 
-from . import torch_compat
+from .. import torch_compat
 
 
 class _WaitForCollective(torch.autograd.Function):

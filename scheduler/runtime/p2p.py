@@ -19,10 +19,10 @@ from reshard.runtime.cuda.stream import STREAMS
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Topology
 
+from .. import torch_compat
 from ..ir.actions import StageChannel
 from ..pipeline import Edge, Pipeline
 from ..transfer_costs import plan_encoded
-from . import torch_compat
 
 Tensors = dict[str, torch.Tensor]
 

@@ -19,9 +19,9 @@ from reshard.gradients.declared_sums import CHECK_EVERY, sum_gradients
 from reshard.gradients.weight_grad_store import WeightGradStore
 from reshard.sharding import TensorSpec
 
+from .. import torch_compat
+from ..gradients.data_parallel import check_module, is_fsdp, mark_failed, no_grad_sync, prepare_backward, without_ddp
 from ..pipeline import Pipeline
-from . import torch_compat
-from .data_parallel import check_module, is_fsdp, mark_failed, no_grad_sync, prepare_backward, without_ddp
 from .local_tensors import cut_to_no_samples, full, is_dtensor, localize, sample_of_ones, starts_backward
 
 Tensors = dict[str, torch.Tensor]

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from .. import torch_compat
+from ..gradients.data_parallel import is_fsdp, no_grad_sync
 from ..pipeline import Pipeline
-from . import torch_compat
-from .data_parallel import is_fsdp, no_grad_sync
 from .stage import StageRun, Tensors
 
 logger = logging.getLogger(__name__)

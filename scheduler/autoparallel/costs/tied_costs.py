@@ -2,7 +2,7 @@
 
 The engine adds these gradients once in a step, after the sums over replicas: each stage sends its gradient to all other
 stages at once, and adds the gradients that it receives. Parameters shared by other layers follow one after the other.
-See :mod:`reshard.scheduler.runtime.tied_params`.
+See :mod:`reshard.scheduler.gradients.tied_params`.
 """
 
 from __future__ import annotations
