@@ -1,11 +1,11 @@
 from .ir.schedule import Schedule as Schedule
 from .ir.text import from_torch_csv as from_torch_csv, parse_schedule as parse_schedule, to_torch_csv as to_torch_csv
+from .model_stages.partition.blocks import Block as Block
+from .model_stages.pipe import Pipe as Pipe
+from .model_stages.placement import Placement as Placement, ddp as ddp, fsdp as fsdp
+from .model_stages.profile import StageProfile as StageProfile
+from .model_stages.training_engine import PipelineEngine as PipelineEngine
 from .passes.transfer_overlap import overlap_transfers as overlap_transfers
-from .pipe.partition.blocks import Block as Block
-from .pipe.pipe import Pipe as Pipe
-from .pipe.placement import Placement as Placement, ddp as ddp, fsdp as fsdp
-from .pipe.profile import StageProfile as StageProfile
-from .pipe.training_engine import PipelineEngine as PipelineEngine
 from .pipeline import Edge as Edge, Pipeline as Pipeline, Stage as Stage
 from .runtime.stage import StageOutput as StageOutput
 from .schedules.classic import (

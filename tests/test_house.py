@@ -90,13 +90,13 @@ def graph():
 def _layers():
     """The packages of the table in docs/design.md, from the bottom up."""
     page = (ROOT / "docs" / "design.md").read_text()
-    return re.findall(r"^\| `((?:reshard|microbench)[a-z.]*)` \|", page, flags=re.M)
+    return re.findall(r"^\| `((?:reshard|microbench)[a-z_.]*)` \|", page, flags=re.M)
 
 
 def _layer_of(module, layers):
     """The longest package of the table that a module is in. The root holds single modules only."""
-    if module in ("reshard.__main__", "reshard"):
-        return layers.index("reshard.cli") if module == "reshard.__main__" else 0
+    if module == "reshard":
+        return 0
     holds = [layer for layer in layers if layer != "reshard" and f"{module}.".startswith(f"{layer}.")]
     if not holds and module.count(".") == 1:
         return 0
@@ -218,7 +218,7 @@ def test_modules_are_imported_by_name_only_where_the_name_is_data():
 def test_tests_refuse_the_package_of_another_checkout(tmp_path):
     own, other, copy = tmp_path / "own", tmp_path / "other", tmp_path / "site-packages"
     for folder in (own, other):
-        for name in ("reshard/__init__.py", "scheduler/pipe.py"):
+        for name in ("reshard/__init__.py", "scheduler/pipeline.py"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text("")
         (folder / "pyproject.toml").touch()
@@ -230,7 +230,7 @@ def test_tests_refuse_the_package_of_another_checkout(tmp_path):
         other / init, own
     )
     (own / "scheduler" / "pipe.py").write_text("changed")
-    assert "a copy in which scheduler/pipe.py differs; run `make install`" in find_wrong_package(copy / init, own)
+    assert "a copy in which scheduler/pipeline.py differs; run `make install`" in find_wrong_package(copy / init, own)
 
 
 def test_the_top_level_holds_what_the_readme_names():
@@ -368,7 +368,7 @@ def test_the_stub_of_the_native_module_names_its_parameters():
 #: one that derives classes from private ones.
 PRIVATE_TORCH = {
     "reshard.runtime.torch_compat",
-    "reshard.scheduler.runtime.torch_compat",
+    "reshard.scheduler.torch_compat",
     "reshard.sharding.spec",
     "reshard.forks",
     "reshard.compression.fsdp_collectives",
@@ -403,7 +403,7 @@ def _private_torch_names(path):
 def test_private_names_of_torch_stay_in_modules_for_them():
     found = {name: _private_torch_names(path) for name, path in _modules().items() if name.startswith("reshard")}
     assert {name: used for name, used in found.items() if used and name not in PRIVATE_TORCH} == {}
-    assert found["reshard.scheduler.runtime.torch_compat"]
+    assert found["reshard.scheduler.torch_compat"]
 
 
 def _documented(node):

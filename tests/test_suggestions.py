@@ -15,7 +15,7 @@ from reshard.scheduler.training.models.model_presets import find_preset
 def _search():
     graph = LayerGraph.transformer(layers=2, hidden=64, heads=4, sequence=16, vocabulary=100)
     profile = LayerProfile.estimate(graph, flops_per_second=1e12)
-    search(graph, Cluster(Topology.uniform([0, 0]), 1e9), profile, num_samples=8, keep={"num_microbatch": 4})
+    search(graph, Cluster(Topology.uniform([0, 0]), 1e9), profile, num_samples=8, fixed={"num_microbatch": 4})
 
 
 @pytest.mark.parametrize(

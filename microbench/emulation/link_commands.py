@@ -31,7 +31,7 @@ _SLOW_RATE, _MIN_SHARE = 5e7, 0.25
 #: regions into so many chunks that the CPUs, not the links, would be the bottleneck.
 MESSAGE_SECONDS_OF_RANK = 1e-5
 #: Cost of a switch to another sender while all hosts are busy. Predictions use measured values instead of these two.
-SENDER_SWITCH_SECONDS = 8e-4
+SENDER_CHANGE_SECONDS = 8e-4
 _QUANTUM_BYTES = 60000
 #: TCP settings besides the send buffer. With slow start after idle, one turn in three took 12 % longer.
 #: With the default pacing ratio of 120 %, TCP small queues allow a connection only 1 ms of its pacing rate in the
@@ -224,5 +224,5 @@ def nominal(topology: Topology) -> Topology:
         send_buffer_bytes=send_buffer_bytes(topology),
         burst_bytes=round(burst_bytes(topology) * PAYLOAD_SHARE),
         latency_seconds=MESSAGE_SECONDS_OF_RANK * len(topology.host_of_rank),
-        sender_switch_seconds=SENDER_SWITCH_SECONDS,
+        sender_change_seconds=SENDER_CHANGE_SECONDS,
     )

@@ -317,7 +317,7 @@ class InsideTransfer:
         if rank in ranks[: 2 * half]:
             self._mover = Mover(plan_tensors(specs, strategy="send_recv", topology=topology))
             shapes = [
-                (spec.src_shards if rank in spec.src.ranks else spec.dst_shards).local_shape(rank) for spec in specs
+                (spec.src_tiles if rank in spec.src.ranks else spec.dst_tiles).local_shape(rank) for spec in specs
             ]
             shards = {str(i): torch.zeros(shape, dtype=torch.bfloat16) for i, shape in enumerate(shapes)}
             self._source, self._out = (shards, None) if rank in src.ranks else (None, shards)
@@ -383,7 +383,7 @@ def measured_topology(topology: Topology, measured: dict[str, Any]) -> Topology:
         latency_seconds=measured["latency"] or 0.0,
         inside_latency_seconds=measured["inside_latency"] or 0.0,
         start_seconds=measured["start"],
-        sender_switch_seconds=0.0,  # a shaped link that was idle passes a burst at once, which hides this delay
+        sender_change_seconds=0.0,  # a shaped link that was idle passes a burst at once, which hides this delay
     )
 
 

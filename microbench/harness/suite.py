@@ -19,7 +19,7 @@ from microbench.harness.steal_time import TimeBudget
 from microbench.peers.base import are_replicated
 from microbench.peers.contenders import PEERS
 from reshard.cost import find_bound, simulate
-from reshard.plan import Plan, Transfers
+from reshard.plan import Plan, PlanTransfers
 from reshard.planner import AUTO, STRATEGIES, plan_tensors
 from reshard.topology import Topology, topology_to_json
 
@@ -116,7 +116,7 @@ def _is_slow(plan: Plan) -> bool:
 def _are_equal(a: Plan, b: Plan) -> bool:
     return all(
         np.array_equal(getattr(a.transfers, name), getattr(b.transfers, name))
-        for name in Transfers.__dataclass_fields__
+        for name in PlanTransfers.__dataclass_fields__
     )
 
 

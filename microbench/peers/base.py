@@ -33,7 +33,7 @@ def slices_of(spec: TensorSpec, layout: Any, rank: int) -> tuple[slice, ...]:
     Raises:
         NotApplicable: the shard consists of several boxes.
     """
-    shards = spec.src_shards if layout is spec.src else spec.dst_shards
+    shards = spec.src_tiles if layout is spec.src else spec.dst_tiles
     boxes = [box for box, _ in shards.boxes_of(rank)]
     if not boxes:
         return tuple(slice(0, 0) for _ in spec.shape)

@@ -90,7 +90,7 @@ def _pods(chance: random.Random, num_ranks: int) -> tuple[Topology, int]:
 
 
 def _with_costs(chance: random.Random, topology: Topology) -> Topology:
-    """Random costs per message: none, the defaults, RDMA-like with slow links inside hosts, or sender switches."""
+    """Random costs per message: none, the defaults, RDMA-like with slow links inside hosts, or changes of senders."""
     what = chance.randrange(4)
     if what == 0:
         return topology.without_latency()
@@ -98,7 +98,7 @@ def _with_costs(chance: random.Random, topology: Topology) -> Topology:
         return topology
     if what == 2:
         return replace(topology, latency_seconds=1.5e-5, inside_latency_seconds=5e-6, inside_bytes_per_second=2.5e10)
-    return replace(topology, sender_switch_seconds=2e-4)
+    return replace(topology, sender_change_seconds=2e-4)
 
 
 NETWORKS: dict[str, Callable[[random.Random, int], tuple[Topology, int]]] = {

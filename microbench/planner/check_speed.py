@@ -22,7 +22,7 @@ from microbench.harness.case_options import add_number, select
 from microbench.harness.new_process import call_in_new_process
 from reshard.cli.progress_bars import print_line, track
 from reshard.errors import PlanError
-from reshard.plan import Plan, Transfers, check_plan
+from reshard.plan import Plan, PlanTransfers, check_plan
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, RegionLayout, Strided, TensorSpec
 from reshard.topology import Topology, topology_from_json
@@ -96,7 +96,7 @@ def _regions(messages: int) -> Plan:
 def _by_hand(start: np.ndarray, stop: np.ndarray, edges: list[tuple[int, int]], shape: tuple[int, ...]) -> Plan:
     """A hand-made plan: rank 0 holds a tensor that rank 2 needs. Each box is one transfer along ``edges``."""
     num = len(start)
-    transfers = Transfers(
+    transfers = PlanTransfers(
         box_offsets=np.arange(num + 1),
         box_tensor=np.zeros(num),
         box_start=start,

@@ -26,7 +26,7 @@ import torch
 from microbench.harness.case_options import add_number
 from microbench.harness.turns import equal_hosts, run_on_hosts
 from reshard.cli.progress_bars import print_line, track
-from reshard.scheduler.pipe.training_engine import PipelineEngine
+from reshard.scheduler.model_stages.training_engine import PipelineEngine
 from reshard.scheduler.training.loop import TrainingJob, train
 from reshard.scheduler.training.models.model_presets import find_preset
 from reshard.scheduler.training.train_command import add_arguments, make_job

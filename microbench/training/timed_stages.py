@@ -36,7 +36,7 @@ class TimedStage(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(()))
         outgoing = [edge for edge in pipeline.edges if edge.src == stage]
         self.outputs = {
-            str(spec.name): torch.zeros(spec.src_shards.local_shape(rank), dtype=getattr(torch, spec.dtype))
+            str(spec.name): torch.zeros(spec.src_tiles.local_shape(rank), dtype=getattr(torch, spec.dtype))
             for edge in outgoing
             for spec in edge.tensors
         }

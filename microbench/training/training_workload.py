@@ -10,8 +10,8 @@ import torch
 
 from reshard import Mesh
 from reshard.scheduler import Edge, Pipe
-from reshard.scheduler.pipe.partition.batches import BatchOutline, outline_batch, split_samples, take_samples
-from reshard.scheduler.pipe.partition.stage_graph import FakeModel, StageGraph
+from reshard.scheduler.model_stages.partition.batches import BatchOutline, outline_batch, split_samples, take_samples
+from reshard.scheduler.model_stages.partition.stage_graph import FakeModel, StageGraph
 from reshard.scheduler.training.data import BatchLoader, PictureLoader, TokenLoader, read_tokens
 from reshard.scheduler.training.models.making import find_cuts, make_model
 from reshard.scheduler.training.models.model_presets import GPTConfig, UTransformerConfig

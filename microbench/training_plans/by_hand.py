@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import Choice, Cluster, TrainingPlan
+from reshard.scheduler.autoparallel import Cluster, LayerChoice, TrainingPlan
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
@@ -39,10 +39,10 @@ def parse_stages(text: str) -> tuple[StagePlan, ...]:
             count, ranks = map(int, sizes.split(":"))
             following += ranks
         again = count if "recompute" in words else (count + 1) // 2 if "half" in words else 0
-        plain = Choice(ranks if "tp" in words else 1, 3 if "zero" in words else 0)
+        plain = LayerChoice(ranks if "tp" in words else 1, 3 if "zero" in words else 0)
         for word in words:
             if "x" in word:
-                plain = Choice.on_grid(*map(int, word.split("x")), zero=plain.zero)
+                plain = LayerChoice.on_grid(*map(int, word.split("x")), zero=plain.zero)
         choices = (replace(plain, recompute=True),) * again + (plain,) * (count - again)
         stages.append(StagePlan(layer, layer + count, rank, rank + ranks, choices))
         layer += count

@@ -35,7 +35,7 @@ from reshard.codecs import parse_codec
 from reshard.cost import find_bound
 from reshard.plan import Plan
 from reshard.planner import predict
-from reshard.sharding import cut_shards
+from reshard.sharding import cut_tiles
 from reshard.topology import CodecRate, Topology
 
 #: Name, then mesh and spec of the source and of the destination.
@@ -96,7 +96,7 @@ def _cut_shard(layout: Any, rank: int, whole: torch.Tensor) -> torch.Tensor | No
     """A rank's shard of a whole tensor; the layouts here give each rank one box."""
     if rank not in layout.ranks:
         return None
-    ((box, _),) = cut_shards(layout, tuple(whole.shape)).boxes_of(rank)
+    ((box, _),) = cut_tiles(layout, tuple(whole.shape)).boxes_of(rank)
     return whole[tuple(slice(lo, hi) for lo, hi in box)].contiguous()
 
 

@@ -85,7 +85,7 @@ def _make_publication(
     tensors: dict[str, torch.Tensor] = {}
     shards = {}
     for spec, source, out in zip(specs, sources, outs, strict=True):
-        side = spec.src_shards if rank in spec.src.ranks else spec.dst_shards
+        side = spec.src_tiles if rank in spec.src.ranks else spec.dst_tiles
         boxes = [box for box, _ in side.boxes_of(rank)]
         tensor = source if out is None else out
         if boxes and tensor is not None:
@@ -103,7 +103,7 @@ def measure(rank: int, repeats: int, scale: int) -> dict[str, Any]:
     specs, sources, outs = make_specs(scale), [], []
     for spec in specs:
         is_source = rank in spec.src.ranks
-        layout, shards = (spec.src, spec.src_shards) if is_source else (spec.dst, spec.dst_shards)
+        layout, shards = (spec.src, spec.src_tiles) if is_source else (spec.dst, spec.dst_tiles)
         values = _values(spec, slices_of(spec, layout, rank)).reshape(shards.local_shape(rank))
         sources.append(values if is_source else None)
         outs.append(None if is_source else torch.zeros_like(values))

@@ -38,7 +38,7 @@ def measure(rank: int, report: Callable[[Any], None] | None, topology: Topology,
     for src_spec, dst_spec in PAIRS:
         src, dst = Layout(Mesh.of("2x2"), src_spec), Layout(Mesh.of("2x2", first_rank=4), dst_spec)
         plan = reshard.make_plan(src, dst, shape, "float32", topology=topology)
-        local = plan.tensors[0].src_shards.local_shape(rank) if rank in src.ranks else None
+        local = plan.tensors[0].src_tiles.local_shape(rank) if rank in src.ranks else None
         tensor = None if local is None else torch.rand(local)
         with reshard.Mover(plan) as plain, reshard.Mover(plan, verify=True) as verified:
             out = plain.empty_out()

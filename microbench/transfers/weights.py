@@ -77,7 +77,7 @@ def make_specs(num_engines: int) -> list[TensorSpec]:
 
 
 def _slices(spec: TensorSpec, is_source: bool, rank: int) -> tuple[slice, ...] | None:
-    shards = spec.src_shards if is_source else spec.dst_shards
+    shards = spec.src_tiles if is_source else spec.dst_tiles
     boxes = [box for box, _ in shards.boxes_of(rank)]
     return tuple(slice(lo, hi) for lo, hi in boxes[0]) if boxes else None
 

@@ -99,7 +99,8 @@ struct OrderedMessages {
     }
 };
 
-constexpr size_t LONGEST_CHAIN = 8; // most ranks of a host that form a chain; more form a binary tree
+constexpr size_t LONGEST_CHAIN = 8; // most ranks of a host that form a chain; more form a tree
+constexpr size_t MAX_CHILDREN = 2;  // ranks to which a rank of that tree sends
 constexpr size_t MAX_MESSAGES = size_t{1} << 30; // relays add fewer than as many again
 constexpr size_t MAX_STAGED = 2;   // most pieces that a rank stages for others at a time
 
@@ -337,7 +338,7 @@ class RankAssignment {
             for (const int64_t rank : ranks)
                 if (rank != root && (rank > root) == is_above)
                     nodes.push_back({rank, -1, 0});
-        const size_t children = nodes.size() <= LONGEST_CHAIN ? 1 : 2;
+        const size_t children = nodes.size() <= LONGEST_CHAIN ? 1 : MAX_CHILDREN;
         // A relay must free its buffer before its next receive, so its own sends are planned to take no time.
         const bool is_relay = brought_by >= 0 && std::find(ranks.begin(), ranks.end(), root) == ranks.end();
         for (size_t i = 1; i < nodes.size(); ++i) {

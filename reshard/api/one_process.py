@@ -22,7 +22,7 @@ from reshard.formatting import brief
 from reshard.plan import Plan, ensure_checked, expand_messages
 from reshard.planner import compress_tensors, plan_tensors
 from reshard.public_api import caller_level, not_compiled
-from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards, TensorSpec, check_shape, find_global_shape
+from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, TensorSpec, Tiles, check_shape, find_global_shape
 
 Array = Any
 
@@ -54,7 +54,7 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
         _read_shards(arrays)
     ensure_checked(plan)
     for spec, arrays in zip(plan.tensors, shards, strict=True):
-        _check_shards(spec.plain.src_shards, spec.plain.dtype, arrays, spec.name)
+        _check_shards(spec.plain.src_tiles, spec.plain.dtype, arrays, spec.name)
     return _execute(plan, shards, [next(iter(arrays.values())) for arrays in shards])
 
 
@@ -62,7 +62,7 @@ def _execute(plan: Plan, shards: Sequence[Mapping[int, Array]], likes: Sequence[
     """Encode, move and decode; the results are of the kind and dtype of ``likes``, an array for each tensor."""
     moved = _move(plan, [_encode(spec, arrays) for spec, arrays in zip(plan.tensors, shards, strict=True)])
     return [
-        {rank: _decode(spec, array, spec.plain.dst_shards.local_shape(rank), like) for rank, array in arrays.items()}
+        {rank: _decode(spec, array, spec.plain.dst_tiles.local_shape(rank), like) for rank, array in arrays.items()}
         for spec, arrays, like in zip(plan.tensors, moved, likes, strict=True)
     ]
 
@@ -83,7 +83,7 @@ def _encode_measured(spec: TensorSpec, arrays: Mapping[int, Array]) -> tuple[Map
             array = np.ascontiguousarray(array, dtype=_native(array.dtype))
         else:
             array = array.detach().resolve_neg().cpu().contiguous()
-        encoded[rank] = np.empty((*spec.src_shards.local_shape(rank), spec.itemsize), dtype=np.uint8)
+        encoded[rank] = np.empty((*spec.src_tiles.local_shape(rank), spec.itemsize), dtype=np.uint8)
         sums = sums.plus(spec.codec.encode_measured(array, encoded[rank], spec.ndim - 1))
     return encoded, sums.relative_error
 
@@ -112,7 +112,7 @@ def _move(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dict[int, A
     out: list[dict[int, Array]] = []
     for spec, arrays in zip(plan.tensors, shards, strict=True):
         like, inner = next(iter(arrays.values())), () if spec.codec is None else (spec.itemsize,)
-        shapes = {rank: (*spec.dst_shards.local_shape(rank), *inner) for rank in spec.dst.ranks}
+        shapes = {rank: (*spec.dst_tiles.local_shape(rank), *inner) for rank in spec.dst.ranks}
         out.append({rank: _empty_like(like, shape) for rank, shape in shapes.items()})
     staging: dict[tuple[int, int], Array] = {}  # (message id, relay rank) -> received data
     for message in expand_messages(plan):
@@ -122,15 +122,15 @@ def _move(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dict[int, A
             if message.gathered:
                 source = message.gathered[i]
             if source is None:
-                data = _view(spec.src_shards, message.sender, shards[tensor][message.sender], start, stop)
+                data = _view(spec.src_tiles, message.sender, shards[tensor][message.sender], start, stop)
             elif (source, message.sender) in staging:
                 data = staging[source, message.sender]
             else:
-                data = _view(spec.dst_shards, message.sender, out[tensor][message.sender], start, stop)
+                data = _view(spec.dst_tiles, message.sender, out[tensor][message.sender], start, stop)
             assert data is not None, f"message {message.id}: the sender does not have it; see check_plan"
             target = None
             if message.receiver in spec.dst.ranks:
-                target = _view(spec.dst_shards, message.receiver, out[tensor][message.receiver], start, stop)
+                target = _view(spec.dst_tiles, message.receiver, out[tensor][message.receiver], start, stop)
             if target is None:
                 staging[message.id + i, message.receiver] = data
             else:
@@ -254,7 +254,7 @@ def _reshard_one(
     tensor = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
     if not has_base(compression) and (base is not None or out is not None):
         raise ArgumentError(f"base= and out= are for compression='delta', not {brief(compression)}")
-    _check_shards(tensor.src_shards, dtype, shards, name)
+    _check_shards(tensor.src_tiles, dtype, shards, name)
     if isinstance(src, Mesh) and src_spec is None:
         _check_replicas({rank: shards[rank] for rank in src.ranks})
     if has_variable_size(compression):
@@ -319,7 +319,7 @@ def _move_lossless(
     from reshard.api.lossless.local_buckets import LocalArrays, as_torch, move_lossless  # imports torch
 
     like = next(iter(shards.values()))
-    for what, given, side in (("base", base, tensor.src_shards), ("out", out, tensor.dst_shards)):
+    for what, given, side in (("base", base, tensor.src_tiles), ("out", out, tensor.dst_tiles)):
         if not isinstance(given, Mapping):
             raise ArgumentError(f"{what} must be {{rank: array}}, not {type(given).__name__}")
         _check_values(_read_shards(given), what)
@@ -331,7 +331,7 @@ def _move_lossless(
                     f"{what}: rank {rank} passes {passed}, but its layout has {needed or 'no shard'} for this rank"
                 )
     targets = {
-        rank: _copy_of(out[rank]) if rank in out else _new_on_cpu(like, tensor.dst_shards.local_shape(rank))
+        rank: _copy_of(out[rank]) if rank in out else _new_on_cpu(like, tensor.dst_tiles.local_shape(rank))
         for rank in tensor.dst.ranks
     }
     converted = [{rank: as_torch(array) for rank, array in item.items()} for item in (shards, base, out, targets)]
@@ -463,7 +463,7 @@ def _empty_like(array: Array, shape: tuple[int, ...]) -> Array:
     return array.new_empty(shape)
 
 
-def _check_shards(shards: Shards, dtype: str, arrays: Mapping[int, Array], name: str | None) -> None:
+def _check_shards(shards: Tiles, dtype: str, arrays: Mapping[int, Array], name: str | None) -> None:
     what = f"{name!r}" if name is not None else "the tensor"
     for rank in shards.layout.ranks:
         if rank not in arrays:
@@ -477,7 +477,7 @@ def _check_shards(shards: Shards, dtype: str, arrays: Mapping[int, Array], name:
             raise ArgumentError(f"{what}: rank {rank} holds {dtype_name(arrays[rank].dtype)}, not {dtype}")
 
 
-def _view(shards: Shards, rank: int, array: Array, start: Sequence[int], stop: Sequence[int]) -> Array | None:
+def _view(shards: Tiles, rank: int, array: Array, start: Sequence[int], stop: Sequence[int]) -> Array | None:
     """The part of a rank's local array that holds the box, as a view; None if no single tile contains the whole box."""
     for box, local in shards.boxes_of(rank):
         if all(lo <= a and b <= hi for (lo, hi), a, b in zip(box, start, stop, strict=True)):

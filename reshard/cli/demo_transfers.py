@@ -17,7 +17,7 @@ from reshard.cli.progress_bars import print_line, track
 from reshard.coordination import all_gather_json
 from reshard.cost import NOTABLE_LATENCY, CostReport
 from reshard.planner import AUTO, make_plan
-from reshard.sharding import AnyLayout, cut_shards
+from reshard.sharding import AnyLayout, cut_tiles
 from reshard.testing.processes import run_processes
 from reshard.testing.sharing import check_num_gpus, choose_gpu
 from reshard.topology import MESSAGE_SECONDS, Topology
@@ -140,7 +140,7 @@ def shard_of_positions(layout: AnyLayout, rank: int, shape: Sequence[int], dtype
     """
     if rank not in layout.ranks:
         return None
-    shards = cut_shards(layout, shape)
+    shards = cut_tiles(layout, shape)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     codes = torch.zeros(shards.local_shape(rank), dtype=torch.int64)
     for box, local in shards.boxes_of(rank):

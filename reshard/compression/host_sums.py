@@ -17,7 +17,7 @@ NUM_PHASES = 3
 
 
 class ExchangeLevel(Protocol):
-    """Ranks that exchange rows: those of one host, or those at the same place of their hosts."""
+    """Ranks that exchange rows: all ranks of one host, or the ranks with one local rank on all hosts."""
 
     @property
     def size(self) -> int:
@@ -25,13 +25,13 @@ class ExchangeLevel(Protocol):
 
     @property
     def index(self) -> int:
-        """Position of this rank."""
+        """The number of this rank among them, from 0."""
 
     def exchange(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> Wait:
-        """Start to send row i to rank i. The result has a row from each rank; it is written to ``out`` if given."""
+        """Start to send row i to rank i. The result has one row from each rank, in ``out`` if given."""
 
     def all_gather(self, rows: torch.Tensor) -> Wait:
-        """Start to gather the rows of all ranks as one row each, in their order."""
+        """Start to gather the rows of all ranks. The result has one row for each rank, in their order."""
 
 
 class GroupLevel:
@@ -49,22 +49,22 @@ class GroupLevel:
         return all_gather(rows, self._group)
 
 
-def split_by_host(hosts: Sequence[Hashable], position: int) -> tuple[list[int], list[int]] | None:
-    """The positions of the ranks on the host of ``position``, and of the ranks at its place on each host.
+def split_by_host(hosts: Sequence[Hashable], rank: int) -> tuple[list[int], list[int]] | None:
+    """The ranks on the host of ``rank``, and the ranks that have its local rank, one on each host.
 
     Args:
-        hosts: the host of each position.
+        hosts: the host of each rank.
 
     Returns:
         None if hosts have different numbers of ranks.
     """
     members: dict[Hashable, list[int]] = {}
-    for other, host in enumerate(hosts):
-        members.setdefault(host, []).append(other)
+    for other_rank, host in enumerate(hosts):
+        members.setdefault(host, []).append(other_rank)
     if len({len(ranks) for ranks in members.values()}) != 1:
         return None
-    inside = members[hosts[position]]
-    return inside, sorted(ranks[inside.index(position)] for ranks in members.values())
+    inside = members[hosts[rank]]
+    return inside, sorted(ranks[inside.index(rank)] for ranks in members.values())
 
 
 def padded_size(numel: int, num_ranks: int, codec: BlockCodec | None) -> int:
@@ -88,11 +88,11 @@ def sum_over_hosts(
     Args:
         flat: flat fp32 of a size that :func:`padded_size` returns.
         inside: the ranks of this host.
-        across: those at the same place of each host.
-        errors: receives the errors of this rank's codings; like ``flat``.
+        across: the ranks with the local rank of this one, one on each host.
+        errors: receives the errors of what this rank encodes; like ``flat``.
         received: scratch memory like ``flat``.
-        piece_values: cut ``flat`` into pieces of at least this many values. While one piece travels between hosts, the
-            next one is summed and encoded. The same on all ranks; None: one piece.
+        piece_values: cut ``flat`` into pieces of at least so many values; the same on all ranks. While one piece
+            travels between hosts, the next one is summed and encoded. None: one piece.
     """
     unit = inside.size * across.size * (1 if codec is None else codec.values)
     num_units = flat.numel() // unit
@@ -121,20 +121,20 @@ def _sum_piece(
     slices = flat.view(inside.size, -1)
     own_slice = slices[0]
     if inside.size > 1:
-        rows = inside.exchange(slices, received.view_as(slices))()
-        own_slice = rows[0]
-        for row in rows[1:]:
-            own_slice += row
+        copies = inside.exchange(slices, received.view_as(slices))()  # this rank's slice, from each rank of the host
+        own_slice = copies[0]
+        for copy in copies[1:]:
+            own_slice += copy
     parts, host = own_slice.view(across.size, -1), across.index
     sent = encode_rows(parts, codec)
     wait = across.exchange(sent)
     yield
     total = torch.zeros_like(parts[0])
-    for other, row in enumerate(wait()):
-        if other == host:
+    for other_host, encoded_part in enumerate(wait()):
+        if other_host == host:
             total += parts[host]
         else:
-            decode_rows(row[None], total[None], codec, accumulate=True)
+            decode_rows(encoded_part[None], total[None], codec, accumulate=True)
     encoded = encode_rows(total[None], codec)
     wait = across.all_gather(encoded)
     if errors is not None:

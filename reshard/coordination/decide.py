@@ -16,7 +16,7 @@ from reshard.coordination.groups.agreement_messages import (
 from reshard.errors import ArgumentError, DisagreementError, ReshardError
 from reshard.formatting import describe_ranks
 from reshard.plan import Plan
-from reshard.sharding import AnyLayout, cut_shards, find_global_shape, find_minority
+from reshard.sharding import AnyLayout, cut_tiles, find_global_shape, find_minority
 from reshard.topology import topology_to_json
 
 #: Maximum number of characters of an argument in an error text.
@@ -180,12 +180,12 @@ def _check_locals(
     shape: Sequence[int],
     dtype: str,
 ) -> None:
-    src_shards, dst_shards = cut_shards(src, shape), cut_shards(dst, shape)
+    src_tiles, dst_tiles = cut_tiles(src, shape), cut_tiles(dst, shape)
     src_ranks, dst_ranks = set(src.ranks), set(dst.ranks)
     for rank, tensor in tensors.items():
         if rank in src_ranks:
             assert tensor.local is not None  # otherwise the rank has a local error
-            expected = list(src_shards.local_shape(rank))
+            expected = list(src_tiles.local_shape(rank))
             if tensor.local[0] != expected:
                 raise ArgumentError(
                     f"{what}: rank {rank} passes a shard of shape {tensor.local[0]}, but {src} "
@@ -194,7 +194,7 @@ def _check_locals(
         if tensor.out is not None:
             if rank not in dst_ranks:
                 raise ArgumentError(f"{what}: rank {rank} passes out= but is not in the destination layout")
-            expected = list(dst_shards.local_shape(rank))
+            expected = list(dst_tiles.local_shape(rank))
             dst_dtype = tensor.dst_dtype or dtype
             if list(tensor.out) != [expected, dst_dtype]:
                 raise ArgumentError(

@@ -129,7 +129,7 @@ def _plain_bytes(plan: Plan, side: str, num_ranks: int) -> tuple[np.ndarray, np.
         if spec.coding is None or spec.codec is None:
             continue
         element = spec.codec.values * ITEMSIZE[spec.coding.dtype]
-        shards = spec.src_shards if side == "src" else spec.dst_shards
+        shards = spec.src_tiles if side == "src" else spec.dst_tiles
         for rank in shards.layout.ranks:
             rows, *inner = shards.local_shape(rank)
             row_bytes[number, rank] = np.prod(inner, dtype=np.float64) * element

@@ -41,7 +41,7 @@ def bound_inside(tensors: Sequence[TensorSpec], topology: Topology) -> tuple[flo
 
 def _add_bytes(reaches: np.ndarray, spec: TensorSpec, host: np.ndarray) -> None:
     """Add the bytes of one tensor that reach each rank inside its host. Only regions on this host alone count."""
-    tasks, (src, dst) = spec.tasks, (spec.src_shards.ranks, spec.dst_shards.ranks)
+    tasks, (src, dst) = spec.tasks, (spec.src_tiles.ranks, spec.dst_tiles.ranks)
     src_host, dst_host = _hosts_of_tiles(src, host)[tasks.src_tile], _hosts_of_tiles(dst, host)[tasks.dst_tile]
     here = np.flatnonzero((src_host >= 0) & (src_host == dst_host))
     if not len(here):

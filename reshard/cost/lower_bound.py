@@ -150,8 +150,8 @@ def find_demand(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) -
     demand: Demand = {}
     for spec in tensors:
         tasks = spec.tasks
-        src_sets, src_of = _place_sets(spec.src_shards.ranks, place_of)
-        dst_sets, dst_of = _place_sets(spec.dst_shards.ranks, place_of)
+        src_sets, src_of = _place_sets(spec.src_tiles.ranks, place_of)
+        dst_sets, dst_of = _place_sets(spec.dst_tiles.ranks, place_of)
         pair = src_of[tasks.src_tile] * len(dst_sets) + dst_of[tasks.dst_tile]
         pairs, inverse, counts = np.unique(pair, return_inverse=True, return_counts=True)
         nbytes = np.zeros(len(pairs), dtype=np.int64)

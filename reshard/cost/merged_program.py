@@ -1,15 +1,15 @@
-"""Solve a linear program after its equal variables and equal rows are merged.
+"""Solve a linear program after its equal variables and equal constraints are merged.
 
-Regular layouts make programs with few kinds of variables and rows. The method is colour refinement (Grohe, Kersting,
-Mladenov and Selman, "Dimension Reduction via Colour Refinement", 2014):
+Regular layouts make programs with few kinds of variables and constraints. The method is colour refinement (Grohe,
+Kersting, Mladenov and Selman, "Dimension Reduction via Colour Refinement", 2014):
 
-1. Give variables of equal cost one colour, and rows of equal right side and kind one colour.
-2. Split a colour of variables if two of its variables have different sums of coefficients over the rows of some colour.
-   Split colours of rows in the same way, by sums over variables. Repeat until no colour is split.
-3. Keep one variable and one row for each colour, and solve this smaller program.
+1. Give variables of equal cost one colour, and constraints of equal right side and kind one colour.
+2. Split a colour of variables if two of its variables have different sums of coefficients over the constraints of some
+   colour. Split colours of constraints in the same way, by sums over variables. Repeat until no colour is split.
+3. Keep one variable and one constraint for each colour, and solve this smaller program.
 
 Both programs have the same optimum. Take any optimum of the large program, and replace each variable by the mean of its
-colour: the result satisfies all rows at the same cost.
+colour: the result satisfies all constraints at the same cost.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ MIN_VARIABLES = 2_000
 
 @dataclass(frozen=True, eq=False)
 class LinearProgram:
-    """Minimise ``cost @ x`` for x >= 0, where ``A @ x <= right``, or ``== right`` in rows with ``is_equal``.
+    """Minimise ``cost @ x`` for x >= 0, where ``A @ x <= right``, or ``== right`` for constraints with ``is_equal``.
 
-    ``A`` has the coefficient ``value[i]`` in row ``row_offsets[i]`` and column ``column_offsets[i]``. No entry is
-    listed twice.
+    Each row of ``A`` is a constraint, and each column a variable. ``value[i]`` is the coefficient of variable
+    ``variable[i]`` in constraint ``constraint[i]``. No coefficient is listed twice; the others are 0.
     """
 
     cost: np.ndarray
-    row_offsets: np.ndarray
-    column_offsets: np.ndarray
+    constraint: np.ndarray
+    variable: np.ndarray
     value: np.ndarray
     right: np.ndarray
     is_equal: np.ndarray
 
 
 def solve(program: LinearProgram, min_variables: int = MIN_VARIABLES) -> tuple[float, np.ndarray] | None:
-    """The optimum and the dual value of each row; None if the solver has no solution.
+    """The optimum and the dual value of each constraint; None if the solver has no solution.
 
     Args:
         program: the program.
@@ -47,14 +47,14 @@ def solve(program: LinearProgram, min_variables: int = MIN_VARIABLES) -> tuple[f
     """
     if len(program.cost) < min_variables:
         return _solve_whole(program)
-    row_color, column_color = _refine(program)
-    merged = _merge(program, row_color, column_color)
+    constraint_color, variable_color = _refine(program)
+    merged = _merge(program, constraint_color, variable_color)
     if merged is None:
         return _solve_whole(program)
     solved = _solve_whole(merged)
     if solved is None:
         return None
-    return solved[0], (solved[1] / np.bincount(row_color))[row_color]
+    return solved[0], (solved[1] / np.bincount(constraint_color))[constraint_color]
 
 
 def _solve_whole(program: LinearProgram) -> tuple[float, np.ndarray] | None:
@@ -63,7 +63,7 @@ def _solve_whole(program: LinearProgram) -> tuple[float, np.ndarray] | None:
 
     is_equal = program.is_equal
     matrix = coo_matrix(
-        (program.value, (program.row_offsets, program.column_offsets)), (len(program.right), len(program.cost))
+        (program.value, (program.constraint, program.variable)), (len(program.right), len(program.cost))
     ).tocsr()
     solved = linprog(
         program.cost,
@@ -81,21 +81,21 @@ def _solve_whole(program: LinearProgram) -> tuple[float, np.ndarray] | None:
 
 
 def _refine(program: LinearProgram) -> tuple[np.ndarray, np.ndarray]:
-    """The colours of the rows and of the variables. Hashes distinguish colours; :func:`_merge` checks them."""
+    """The colours of the constraints and of the variables. Hashes distinguish colours; :func:`_merge` checks them."""
     value = _number(program.value)
-    row_color, column_color = _number(program.right, program.is_equal), _number(program.cost)
+    constraint_color, variable_color = _number(program.right, program.is_equal), _number(program.cost)
     while True:
-        sums = np.zeros(len(row_color), dtype=np.uint64)
-        np.add.at(sums, program.row_offsets, _hash_colour(column_color[program.column_offsets], value))
-        new_row_color = _number(row_color, sums)
-        sums = np.zeros(len(column_color), dtype=np.uint64)
-        np.add.at(sums, program.column_offsets, _hash_colour(new_row_color[program.row_offsets], value))
-        new_column_color = _number(column_color, sums)
-        if new_row_color.max(initial=0) == row_color.max(initial=0) and new_column_color.max(
+        sums = np.zeros(len(constraint_color), dtype=np.uint64)
+        np.add.at(sums, program.constraint, _hash_colour(variable_color[program.variable], value))
+        new_constraint_color = _number(constraint_color, sums)
+        sums = np.zeros(len(variable_color), dtype=np.uint64)
+        np.add.at(sums, program.variable, _hash_colour(new_constraint_color[program.constraint], value))
+        new_variable_color = _number(variable_color, sums)
+        if new_constraint_color.max(initial=0) == constraint_color.max(initial=0) and new_variable_color.max(
             initial=0
-        ) == column_color.max(initial=0):
-            return new_row_color, new_column_color
-        row_color, column_color = new_row_color, new_column_color
+        ) == variable_color.max(initial=0):
+            return new_constraint_color, new_variable_color
+        constraint_color, variable_color = new_constraint_color, new_variable_color
 
 
 def _number(*keys: np.ndarray) -> np.ndarray:
@@ -115,16 +115,30 @@ def _hash_colour(color: np.ndarray, value: np.ndarray) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _merge(program: LinearProgram, row_color: np.ndarray, column_color: np.ndarray) -> LinearProgram | None:
-    """The program with one row and one variable per colour; None if the colours do not satisfy the theorem."""
-    by_row = _sum_coefficients(program.row_offsets, column_color[program.column_offsets], program.value, row_color)
-    by_column = _sum_coefficients(program.column_offsets, row_color[program.row_offsets], program.value, column_color)
-    if by_row is None or by_column is None:
+def _merge(program: LinearProgram, constraint_color: np.ndarray, variable_color: np.ndarray) -> LinearProgram | None:
+    """The program with one constraint and one variable per colour; None if the colours do not satisfy the theorem."""
+    by_constraint = _sum_coefficients(
+        program.constraint, variable_color[program.variable], program.value, constraint_color
+    )
+    by_variable = _sum_coefficients(
+        program.variable, constraint_color[program.constraint], program.value, variable_color
+    )
+    if by_constraint is None or by_variable is None:
         return None
-    first_row, first_column = np.unique(row_color, return_index=True)[1], np.unique(column_color, return_index=True)[1]
-    merged_row, merged_column, value = by_row
-    cost = program.cost[first_column] * np.bincount(column_color)
-    return LinearProgram(cost, merged_row, merged_column, value, program.right[first_row], program.is_equal[first_row])
+    first_constraint, first_variable = (
+        np.unique(constraint_color, return_index=True)[1],
+        np.unique(variable_color, return_index=True)[1],
+    )
+    merged_constraint, merged_variable, value = by_constraint
+    cost = program.cost[first_variable] * np.bincount(variable_color)
+    return LinearProgram(
+        cost,
+        merged_constraint,
+        merged_variable,
+        value,
+        program.right[first_constraint],
+        program.is_equal[first_constraint],
+    )
 
 
 def _sum_coefficients(

@@ -128,10 +128,10 @@ class _Program:
         solved = solve(
             LinearProgram(
                 cost=cost,
-                row_offsets=np.concatenate(
+                constraint=np.concatenate(
                     [np.array(upper.row, dtype=np.int64), np.array(equal.row, np.int64) + num_upper]
                 ),
-                column_offsets=np.array(upper.column + equal.column, dtype=np.int64),
+                variable=np.array(upper.column + equal.column, dtype=np.int64),
                 value=np.array(upper.value + equal.value),
                 right=np.array(upper.right + equal.right),
                 is_equal=np.arange(num_upper + len(equal.right)) >= num_upper,

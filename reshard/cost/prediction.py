@@ -95,7 +95,7 @@ def _seconds_of_rotation(plan: RotationPlan) -> float:
         hops = exchange.groups.shape[2] - 1
         passing = max(passing, hops * (topology.inside_latency_seconds + region / rate))
     num_slots = sum(int(exchange.order.num_receivers.max()) for exchange in plan.exchanges)
-    longest = max(leaving, arrival) + topology.sender_switch_seconds * num_slots
+    longest = max(leaving, arrival) + topology.sender_change_seconds * num_slots
     if not all(exchange.order.is_complete for exchange in plan.exchanges):
         longest *= _UNEVEN
     return topology.start_seconds + float(max(longest, inside.max()) + passing)

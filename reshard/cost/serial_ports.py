@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from reshard import _native
-from reshard.plan import MAX_RECVS_AHEAD, Plan, find_sender_switches, recvs_ahead, tabulate_messages
+from reshard.plan import MAX_RECVS_AHEAD, Plan, find_sender_changes, recvs_ahead, tabulate_messages
 from reshard.topology import MAX_NICS, Topology
 
 #: The rate of a link that the topology does not limit.
@@ -20,9 +20,9 @@ def serial_seconds(plan: Plan) -> float:
     """
     messages, topology = tabulate_messages(plan), plan.topology
     delay = np.zeros(0)
-    if topology.sender_switch_seconds:
-        switches_sender = find_sender_switches(plan)[messages.transfer] & (messages.chunk == 0)
-        delay = np.where(switches_sender, topology.sender_switch_seconds, 0.0)
+    if topology.sender_change_seconds:
+        changes_sender = find_sender_changes(plan)[messages.transfer] & (messages.chunk == 0)
+        delay = np.where(changes_sender, topology.sender_change_seconds, 0.0)
     ports, rate = _ports_of_ranks(topology)
     return _native.flow_serially(
         sender=messages.sender,

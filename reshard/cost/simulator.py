@@ -11,7 +11,7 @@ import numpy as np
 from reshard.cost.fluid import UNLIMITED, Network, flow_until
 from reshard.cost.serial_ports import UNLIMITED_RATE
 from reshard.errors import PlanError, TopologyError
-from reshard.plan import MessageTable, Plan, find_sender_switches, recvs_ahead, tabulate_messages
+from reshard.plan import MessageTable, Plan, find_sender_changes, recvs_ahead, tabulate_messages
 from reshard.ragged import number_values, ranges
 from reshard.topology import MAX_NICS, Topology
 
@@ -58,7 +58,7 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
       later passes it at once.
     * Latency: a message first occupies its sender's port for the latency. Then its bytes flow.
     * Change of sender: a message of one rank may have to wait at its receiver's host for the end of another rank's
-      message. Its sender learns of that end ``sender_switch_seconds`` later, and the port is busy until then.
+      message. Its sender learns of that end ``sender_change_seconds`` later, and the port is busy until then.
     * Start of the call: nothing flows before ``start_seconds``.
 
     Args:
@@ -128,9 +128,9 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
     later = np.repeat(np.arange(len(moves)), num_after)[after >= 0]  # copies take no time
     ports = _Ports.of(topology, pairs // len(host), pairs % len(host))
     overhead_seconds = np.where(inside, topology.inside_latency_seconds, topology.latency_seconds)
-    if topology.sender_switch_seconds:
-        switches_sender = find_sender_switches(plan)[messages.transfer[moves]] & (messages.chunk[moves] == 0)
-        overhead_seconds = overhead_seconds + np.where(switches_sender, topology.sender_switch_seconds, 0.0)
+    if topology.sender_change_seconds:
+        changes_sender = find_sender_changes(plan)[messages.transfer[moves]] & (messages.chunk[moves] == 0)
+        overhead_seconds = overhead_seconds + np.where(changes_sender, topology.sender_change_seconds, 0.0)
     overhead_port = ports.port[ports.port_offsets[:-1]]
     return Network(
         queue=queue,

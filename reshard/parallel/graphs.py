@@ -1,4 +1,4 @@
-"""Check the functions that a traced model calls between its modules: they must work on the shard of a rank."""
+"""Check the code of a traced model between its modules. Each function there must also be right for a shard."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch.nn import functional
 
 from reshard.errors import ArgumentError
 
-#: Elementwise functions, and functions that read no tensor elements. Methods likewise.
+#: Functions that are elementwise, or read no elements of a tensor.
 _FUNCTIONS = {
     dict, operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.iadd,
     operator.imul, torch.add, torch.sub, torch.mul, torch.div, torch.neg, torch.relu, torch.sigmoid, torch.tanh,
     torch.exp, functional.relu, functional.gelu, functional.silu, functional.mish, functional.sigmoid, functional.tanh,
     functional.elu, functional.leaky_relu, functional.softplus,
 }  # fmt: skip
+#: Methods of the same two kinds.
 _METHODS = {
     "add", "sub", "mul", "div", "neg", "relu", "sigmoid", "tanh", "to", "float", "double", "half", "bfloat16", "detach",
     "contiguous", "clone", "dim",
@@ -30,8 +31,8 @@ def check_graph(module: fx.GraphModule, path: str) -> None:
     """Check the functions that a traced model calls between its modules.
 
     Raises:
-        ArgumentError: a function needs whole rows or features; the model reads a size, and would get the size of the
-            shard; or the model reads a parameter outside a submodule, whose gradient would not be summed.
+        ArgumentError: a function needs whole samples or features; or the model reads a size, which would be that of
+            the shard; or the model reads a parameter of its own, whose gradient no submodule would sum.
     """
     for node in module.graph.nodes:
         problem = _find_problem(module, node)

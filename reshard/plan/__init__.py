@@ -22,7 +22,7 @@ from reshard.plan.value.messages import (
     name_box,
     tabulate_messages,
 )
-from reshard.plan.value.ordering import find_sender_switches, find_waits
+from reshard.plan.value.ordering import find_sender_changes, find_waits
 from reshard.plan.value.plan import (
     DEFAULT_STAGING_BYTES,
     MAX_RECVS_AHEAD,
@@ -36,7 +36,7 @@ from reshard.plan.value.plan import (
 from reshard.plan.value.port_loads import Load, describe_load, find_loads
 from reshard.plan.value.rotation_loads import RotationLoads
 from reshard.plan.value.rotation_plan import ROTATION, RotationPlan
-from reshard.plan.value.transfers import GATHERED, Transfers
+from reshard.plan.value.transfers import GATHERED, PlanTransfers
 
 __all__ = [
     "DEFAULT_STAGING_BYTES",
@@ -51,10 +51,10 @@ __all__ = [
     "Message",
     "MessageTable",
     "Plan",
+    "PlanTransfers",
     "RotationLoads",
     "RotationPlan",
     "Traffic",
-    "Transfers",
     "box_nbytes",
     "check_plan",
     "check_ranks",
@@ -66,7 +66,7 @@ __all__ = [
     "ensure_checked",
     "expand_messages",
     "find_loads",
-    "find_sender_switches",
+    "find_sender_changes",
     "find_waits",
     "is_sound",
     "layout_from_json",

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from reshard.cost import predict_makespan
-from reshard.plan import Plan, Transfers
+from reshard.plan import Plan, PlanTransfers
 from reshard.planner.estimates import StrategyBounds, bound_of_transfers
 from reshard.planner.multicast.chunk_workload import ChunkWorkload
 from reshard.planner.multicast.classes import Pieces
@@ -126,10 +126,10 @@ _MAX_COLLECTED = 2**20
 #: Limit on messages for trying the all-gathers.
 _MAX_GATHERED = 20_000
 
-_Candidate = tuple[str, float, Transfers]  # name, lower bound in seconds, transfers
+_Candidate = tuple[str, float, PlanTransfers]  # name, lower bound in seconds, transfers
 
 
-def choose_fastest(problem: PlanProblem) -> tuple[str, Transfers]:
+def choose_fastest(problem: PlanProblem) -> tuple[str, PlanTransfers]:
     """The strategy with the shortest makespan by :func:`reshard.simulate`: its name and its transfers."""
     return _Choice(problem).make()
 
@@ -143,14 +143,18 @@ class _Choice:
         self.num_ranks = len({rank for spec in problem.tensors for rank in (*spec.src.ranks, *spec.dst.ranks)})
         self.has_several_nics = any(len(host.nics) > 1 for host in problem.topology.hosts)
         self.name = ""
-        self.best: Transfers | None = None
+        self.best: PlanTransfers | None = None
         self.num_messages = 0
         self.seconds = math.inf
         self.chunked_seconds, self.num_chunked = math.inf, 0  # time and messages of multicast
-        self.planned: dict[str, tuple[float, Transfers]] = {}  # lower bounds and transfers of send_recv and multicast
-        self.simulated: list[tuple[Transfers, float, float]] = []  # plans, their makespans, and the cutoffs of these
+        self.planned: dict[
+            str, tuple[float, PlanTransfers]
+        ] = {}  # lower bounds and transfers of send_recv and multicast
+        self.simulated: list[
+            tuple[PlanTransfers, float, float]
+        ] = []  # plans, their makespans, and the cutoffs of these
 
-    def make(self) -> tuple[str, Transfers]:
+    def make(self) -> tuple[str, PlanTransfers]:
         """Try the strategies whose lower bound is below the best time so far; return the best name and transfers."""
         if self.multicast_beats_direct():
             self.compare("multicast", *self.plan("multicast"))
@@ -273,7 +277,7 @@ class _Choice:
         """Whether the best plan is close enough to the lower bound of all strategies to stop."""
         return self.seconds <= self.bounds.of_ungathered * (1 + _GOOD_ENOUGH)
 
-    def plan(self, name: str) -> tuple[float, Transfers]:
+    def plan(self, name: str) -> tuple[float, PlanTransfers]:
         """The transfers that a strategy makes, preceded by a lower bound on their makespan in seconds."""
         if name == "local_all_gather" and (local_cuts(self.problem) < 0).all():
             name = "send_recv"  # this strategy would send every region directly as well
@@ -290,7 +294,7 @@ class _Choice:
             self.planned[name] = bound, transfers
         return bound, transfers
 
-    def choose(self, name: str) -> Routes | Transfers:
+    def choose(self, name: str) -> Routes | PlanTransfers:
         """Run the strategy with this name; variants of multicast share one workload."""
         rule = _RULES.get(name)
         if rule is not None and rule.search_steps is not None:
@@ -311,7 +315,7 @@ class _Choice:
         """
         return self.has_several_nics and self.is_too_large(self.prepared[0].num_messages)
 
-    def is_too_large_with_relays(self, transfers: Transfers) -> bool:
+    def is_too_large_with_relays(self, transfers: PlanTransfers) -> bool:
         """Whether multicast on hosts with several NICs is too large just because of messages to relays."""
         if not self.has_several_nics or not self.is_too_large(int(transfers.first_message[-1])):
             return False
@@ -320,7 +324,7 @@ class _Choice:
         return not self.takes_near_chunks
 
     @cached_property
-    def rotated(self) -> Transfers | None:
+    def rotated(self) -> PlanTransfers | None:
         """Multicast in closed form; None if chunks must be scheduled."""
         return rotate_hosts(self.problem, self.bounds.host_classes, nics_of(self.problem))
 
@@ -329,7 +333,7 @@ class _Choice:
         """The workload of multicast and its pieces."""
         return make_workload(self.problem, self.bounds.host_classes)
 
-    def compare(self, name: str, bound: float, transfers: Transfers) -> None:
+    def compare(self, name: str, bound: float, transfers: PlanTransfers) -> None:
         """Keep this plan if it is faster than the best, or as fast with fewer messages."""
         num_messages = int(transfers.first_message[-1])
         margin = _MARGIN if num_messages < self.num_messages else -_MARGIN
@@ -365,7 +369,7 @@ class _Choice:
         known = _KNOWN_UP_TO if first[0] == "multicast" else 1 + 2 * _MARGIN
         return (first, second) if self.makespan(first[2], seconds * known) < math.inf else (second, first)
 
-    def makespan(self, planned: Transfers, cutoff: float) -> float:
+    def makespan(self, planned: PlanTransfers, cutoff: float) -> float:
         """The predicted time of a plan, infinite if it is above the cutoff; equal plans are simulated once."""
         for i, (transfers, seconds, known) in enumerate(self.simulated):
             if _are_equal(transfers, planned):
@@ -379,9 +383,9 @@ class _Choice:
         return seconds if seconds <= cutoff else math.inf
 
 
-def _are_equal(one: Transfers, other: Transfers) -> bool:
+def _are_equal(one: PlanTransfers, other: PlanTransfers) -> bool:
     """Whether two plans of one problem have the same messages."""
-    names = Transfers.__dataclass_fields__
+    names = PlanTransfers.__dataclass_fields__
     return one is other or all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)
 
 

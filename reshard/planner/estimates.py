@@ -9,7 +9,7 @@ import numpy as np
 
 from reshard import _native
 from reshard.arguments import check_arguments, check_fields
-from reshard.plan import Transfers
+from reshard.plan import PlanTransfers
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
 from reshard.planner.strategies.chunk_limits import (
@@ -269,7 +269,7 @@ def _burst_seconds(topology: Topology) -> float:
 
 
 @check_arguments()
-def bound_of_transfers(problem: PlanProblem, transfers: Transfers) -> float:
+def bound_of_transfers(problem: PlanProblem, transfers: PlanTransfers) -> float:
     """Lower bound on the simulated makespan of these transfers, in seconds: the time of the busiest port.
 
     A message occupies its sender's port for its latency and then for its bytes. Nothing arrives before one latency.

@@ -9,7 +9,7 @@ from typing import Any
 from reshard.codecs import Codec, TransferPolicy, codec_name, has_variable_size
 from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import brief, compare_names
-from reshard.plan import DEFAULT_STAGING_BYTES, Plan, RotationPlan, Transfers, mark_sound, ranks_of
+from reshard.plan import DEFAULT_STAGING_BYTES, Plan, PlanTransfers, RotationPlan, mark_sound, ranks_of
 from reshard.planner.auto_strategy import choose_fastest
 from reshard.planner.stacking import Stacks, stack_problem, unstack
 from reshard.planner.strategies.chunk_limits import STAGING_PARTS, UNPACKED_CHUNK_BYTES
@@ -151,7 +151,7 @@ def plan_tensors(
 def restore_plan(
     tensors: Sequence[TensorSpec],
     strategy: str,
-    transfers: Transfers,
+    transfers: PlanTransfers,
     *,
     topology: Topology | None,
     staging_bytes: int,
@@ -172,13 +172,13 @@ def _topology_of(tensors: Sequence[TensorSpec], topology: Topology | None) -> To
     return (Topology((0,) * count) if topology is None else topology).first(count)
 
 
-def _run_strategy(problem: PlanProblem, name: str, function: Strategy, is_builtin: bool) -> Routes | Transfers:
+def _run_strategy(problem: PlanProblem, name: str, function: Strategy, is_builtin: bool) -> Routes | PlanTransfers:
     """The routes or transfers that a strategy chooses. Those of a caller's function are checked."""
     try:
         chosen = function(problem)
-        if not isinstance(chosen, (Routes, Transfers)):
+        if not isinstance(chosen, (Routes, PlanTransfers)):
             raise ArgumentError(f"strategy {name} must return Routes, not {type(chosen).__name__}")
-        return chosen if is_builtin or isinstance(chosen, Transfers) else check_routes(problem, chosen)
+        return chosen if is_builtin or isinstance(chosen, PlanTransfers) else check_routes(problem, chosen)
     except PlanError as error:
         raise PlanError(f"strategy {name}: {error}") from error
 

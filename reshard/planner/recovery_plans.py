@@ -15,7 +15,7 @@ from reshard.errors import RankLostError
 from reshard.formatting import describe_ranks
 from reshard.plan import Plan, expand_messages
 from reshard.planner.planning import plan_tensors
-from reshard.sharding import Layout, Mesh, Shards, TensorSpec, find_overlaps, format_box
+from reshard.sharding import Layout, Mesh, TensorSpec, Tiles, find_overlaps, format_box
 
 #: An error names at most this many lost regions.
 _MAX_NAMED = 3
@@ -168,7 +168,7 @@ def view_pieces(
     for tensor, numbers in _by_tensor(pieces).items():
         boxes = [(pieces[i].start, pieces[i].stop) for i in numbers]
         spec = plan.tensors[tensor]
-        in_src, in_dst = (find_boxes(shards, rank, boxes) for shards in (spec.src_shards, spec.dst_shards))
+        in_src, in_dst = (find_boxes(shards, rank, boxes) for shards in (spec.src_tiles, spec.dst_tiles))
         for i, *held in zip(numbers, in_src, in_dst, strict=True):
             views = [
                 None if array is None or index is None else array[index]
@@ -183,7 +183,7 @@ def view_pieces(
 
 
 def find_boxes(
-    shards: Shards, rank: int, boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+    shards: Tiles, rank: int, boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> list[tuple[slice, ...] | None]:
     """Slices of the rank's local array for each box ``(start, stop)``; None if the array lacks a part of the box."""
     ndim = len(shards.shape)
@@ -198,7 +198,7 @@ def _needed(plan: Plan, rank: int, boxes: Sequence[tuple[int, tuple[int, ...], t
     needed = [False] * len(boxes)
     for tensor in {box[0] for box in boxes}:
         own = [i for i, box in enumerate(boxes) if box[0] == tensor]
-        boxes_found = find_boxes(plan.tensors[tensor].dst_shards, rank, [boxes[i][1:] for i in own])
+        boxes_found = find_boxes(plan.tensors[tensor].dst_tiles, rank, [boxes[i][1:] for i in own])
         for i, index in zip(own, boxes_found, strict=True):
             needed[i] = index is not None
     return needed
@@ -247,7 +247,7 @@ def _find_holders(
             lack[i] |= lacking[j].missing
         spec, boxes = plan.tensors[tensor], [(piece.start, piece.stop) for piece in own]
         for rank in survivors:
-            in_src, in_dst = (find_boxes(shards, rank, boxes) for shards in (spec.src_shards, spec.dst_shards))
+            in_src, in_dst = (find_boxes(shards, rank, boxes) for shards in (spec.src_tiles, spec.dst_tiles))
             for number, a, b, missing_ranks in zip(numbers, in_src, in_dst, lack, strict=True):
                 if a is not None or (b is not None and rank not in missing_ranks):
                     holders[number].append(rank)

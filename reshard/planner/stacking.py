@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reshard.plan import Transfers, cut_chunks
+from reshard.plan import PlanTransfers, cut_chunks
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.ragged import ranges
 from reshard.sharding import AnyLayout, TensorSpec
@@ -76,7 +76,7 @@ def stack_problem(tensors: Sequence[TensorSpec], stacks: Stacks, topology: Topol
     )
 
 
-def unstack(transfers: Transfers, stacks: Stacks) -> Transfers:
+def unstack(transfers: PlanTransfers, stacks: Stacks) -> PlanTransfers:
     """The transfers of the tensors themselves: a box of several members becomes a box of each."""
     if stacks.are_single:
         return transfers
@@ -84,8 +84,8 @@ def unstack(transfers: Transfers, stacks: Stacks) -> Transfers:
     height = transfers.box_stop[:, 0] - transfers.box_start[:, 0]
     box = np.repeat(np.arange(len(height)), height)
     member = ranges(stacks.at[transfers.box_tensor] + transfers.box_start[:, 0], height)
-    arrays = {name: getattr(transfers, name) for name in Transfers.__dataclass_fields__}
-    return Transfers.unchecked(
+    arrays = {name: getattr(transfers, name) for name in PlanTransfers.__dataclass_fields__}
+    return PlanTransfers.unchecked(
         **arrays
         | {
             "box_offsets": np.concatenate([[0], np.cumsum(height)])[transfers.box_offsets],
@@ -97,7 +97,7 @@ def unstack(transfers: Transfers, stacks: Stacks) -> Transfers:
     )
 
 
-def _split_chunks(transfers: Transfers) -> Transfers:
+def _split_chunks(transfers: PlanTransfers) -> PlanTransfers:
     """Make a transfer of each chunk of a transfer that moves several members, because it will have several boxes."""
     first = transfers.first_box
     is_cut = (transfers.num_chunks > 1) & (transfers.box_stop[first, 0] - transfers.box_start[first, 0] > 1)
@@ -115,7 +115,7 @@ def _split_chunks(transfers: Transfers) -> Transfers:
     edge = ranges(transfers.edge_offsets[of], num_edges)
     after = transfers.after[ranges(transfers.after_offsets[of], num_after)]
     source = transfers.source[of]
-    return Transfers.unchecked(
+    return PlanTransfers.unchecked(
         box_offsets=np.concatenate([transfers.box_offsets, transfers.box_offsets[-1] + 1 + np.arange(len(cut))]),
         box_tensor=np.concatenate([transfers.box_tensor, transfers.box_tensor[first[of[cut]]]]),
         box_start=np.concatenate([transfers.box_start, start]),

@@ -1,6 +1,6 @@
 """All strategies by name.
 
-A strategy is a function from a ``PlanProblem`` to ``Routes`` or ``Transfers``. A strategy chooses the sender, the
+A strategy is a function from a ``PlanProblem`` to ``Routes`` or ``PlanTransfers``. A strategy chooses the sender, the
 receivers and the order of all messages. See :mod:`reshard.planner.strategies.routes`. Each docstring gives the steps
 and the bytes on the wire. Bytes count what the destination needs and does not hold, once per destination host
 ("unique") or once per receiving rank ("total").

@@ -23,7 +23,7 @@ from reshard.errors import ArgumentError, MeshError, RemoteError, TransferTimeou
 from reshard.formatting import brief
 from reshard.ray.driver import call_actors, check_open, session, store_address
 from reshard.ray.rank_actor import Device, check_unmasked, pack_array, shard_of, unpack_array, whole_of
-from reshard.sharding import MAX_RANK, Layout, Mesh, check_integer, check_shape, cut_shards
+from reshard.sharding import MAX_RANK, Layout, Mesh, check_integer, check_shape, cut_tiles
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
 #: After waiting this long for free resources, warn with what the cluster has.
@@ -137,7 +137,7 @@ class ActorMesh:
             raise ArgumentError(f"put needs an array of numbers, on the CPU: {error}") from None
         check_open([self])
         made = ShardedArray(self, Layout(self.mesh, spec), tuple(whole.shape), dtype_name(whole.dtype))
-        shards = cut_shards(made.layout, made.shape)
+        shards = cut_tiles(made.layout, made.shape)
         parts: dict[Any, Any] = {}
         arguments = {}
         for rank in self.mesh.ranks:
@@ -221,7 +221,7 @@ class ShardedArray:
     lost: frozenset[int] = frozenset()
 
     def __init__(self, mesh: ActorMesh, layout: Layout, shape: tuple[int, ...], dtype: str) -> None:
-        cut_shards(layout, shape)  # raises LayoutError if the layout does not fit
+        cut_tiles(layout, shape)  # raises LayoutError if the layout does not fit
         self.mesh, self.layout, self.shape, self.dtype = mesh, layout, shape, dtype
         self.key = uuid.uuid4().hex
         weakref.finalize(self, _drop, mesh._session, mesh.actors, self.key).atexit = False
@@ -238,7 +238,7 @@ class ShardedArray:
         Raises:
             RemoteError: an actor died, and no other actor has its shard.
         """
-        shards = cut_shards(self.layout, self.shape)
+        shards = cut_tiles(self.layout, self.shape)
         holder: dict[Any, int] = {}
         for rank in sorted(self.layout.ranks, key=lambda rank: rank in self.mesh.dead):
             holder.setdefault(tuple(shards.boxes_of(rank)), rank)

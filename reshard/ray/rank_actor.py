@@ -33,7 +33,7 @@ from reshard.api.call import reshard
 from reshard.coordination import Group, describe_error, family_of, join, report_dead, serve_store
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
-from reshard.sharding import AnyLayout, cut_shards
+from reshard.sharding import AnyLayout, cut_tiles
 from reshard.testing.processes import join_world
 
 Packed = tuple[str, tuple[int, ...], np.ndarray]
@@ -138,7 +138,7 @@ class Device:
         self, key: str, layout: AnyLayout, rank: int, shape: Sequence[int], dtype: str, function: Callable[..., Any]
     ) -> None:
         """Store a shard that consists of ``function(index)`` for each of its boxes."""
-        shards = cut_shards(layout, shape)
+        shards = cut_tiles(layout, shape)
         array = torch.empty(shards.local_shape(rank), dtype=getattr(torch, dtype))
         for box, local in shards.boxes_of(rank):
             wanted = tuple(hi - lo for lo, hi in box)
@@ -260,7 +260,7 @@ def interface_of(address: str) -> str | None:
 
 def shard_of(whole: torch.Tensor, layout: AnyLayout, rank: int) -> torch.Tensor:
     """A rank's shard of a tensor; a view if the shard is one box."""
-    shards = cut_shards(layout, tuple(whole.shape))
+    shards = cut_tiles(layout, tuple(whole.shape))
     boxes = list(shards.boxes_of(rank))
     shape = shards.local_shape(rank)
     if len(boxes) == 1 and math.prod(shape) == math.prod(hi - lo for lo, hi in boxes[0][0]):
@@ -274,7 +274,7 @@ def shard_of(whole: torch.Tensor, layout: AnyLayout, rank: int) -> torch.Tensor:
 
 def whole_of(shards_by_rank: Mapping[int, torch.Tensor], layout: AnyLayout, shape: Sequence[int]) -> torch.Tensor:
     """The whole tensor, assembled from shards."""
-    shards = cut_shards(layout, shape)
+    shards = cut_tiles(layout, shape)
     whole = next(iter(shards_by_rank.values())).new_empty(tuple(shape))
     for rank, array in shards_by_rank.items():
         for box, local in shards.boxes_of(rank):

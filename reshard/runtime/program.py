@@ -22,7 +22,7 @@ from reshard.plan import (
     name_box,
     recvs_ahead,
 )
-from reshard.sharding import Shards, TensorSpec, format_box
+from reshard.sharding import TensorSpec, Tiles, format_box
 
 Slices = tuple[slice, ...]
 #: A box of at least this many bytes travels in a separate buffer. If it is contiguous, it then needs no packing. Below
@@ -303,7 +303,7 @@ class _Builder:
         _check_complete(plan, rank, self._copies, self._recvs)
 
         def shape_of(spec: TensorSpec, side: str) -> tuple[int, ...] | None:
-            shards = spec.src_shards if side == "src" else spec.dst_shards
+            shards = spec.src_tiles if side == "src" else spec.dst_tiles
             return (*shards.local_shape(rank), *_inner_sizes(spec)) if rank in shards.layout.ranks else None
 
         return RankProgram(
@@ -387,7 +387,7 @@ def _check_complete(plan: Plan, rank: int, copies: Sequence[LocalCopy], recvs: S
             ndim = plan.tensors[box.tensor].ndim
             received[box.tensor] += math.prod(cut.stop - cut.start for cut in box.dst[:ndim])
     for tensor, spec in enumerate(plan.tensors):
-        needed = math.prod(spec.dst_shards.local_shape(rank)) if rank in spec.dst.ranks else 0
+        needed = math.prod(spec.dst_tiles.local_shape(rank)) if rank in spec.dst.ranks else 0
         if received[tensor] != needed:
             raise PlanError(
                 f"rank {rank} needs {needed} elements of tensor {tensor}, but receives or copies {received[tensor]}"
@@ -428,11 +428,11 @@ class _Locator:
                 rows.setdefault(tensor, []).append((message.id + i, start, stop))
         # tensors of equal shape and layout have the same tiles
         together: dict[tuple[int, tuple[int, ...]], list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
-        shards: dict[int, Shards] = {}
+        shards: dict[int, Tiles] = {}
         for tensor, boxes in rows.items():
             spec = plan.tensors[tensor]
             if rank in (spec.src if side == "src" else spec.dst).ranks:
-                tiles = spec.src_shards if side == "src" else spec.dst_shards
+                tiles = spec.src_tiles if side == "src" else spec.dst_tiles
                 shards[id(tiles)] = tiles
                 together.setdefault((id(tiles), _inner_sizes(spec)), []).extend(boxes)
         for (number, sizes), boxes in together.items():
@@ -440,7 +440,7 @@ class _Locator:
 
     def _locate(
         self,
-        shards: Shards,
+        shards: Tiles,
         rank: int,
         boxes: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]],
         inner: Slices,

@@ -12,7 +12,7 @@ from reshard.sharding.layout import AnyLayout, Box, Layout, RegionLayout, format
 from reshard.sharding.mesh import MAX_RANK, Mesh, check_integer, parse_ranks
 from reshard.sharding.spec import Strided, axis_of, parse_axis_names, read_spec, write_2023, write_axis_names
 from reshard.sharding.tensor_spec import Coding, TensorSpec, check_tensors
-from reshard.sharding.tiles import Shards, cut_shards, find_overlaps
+from reshard.sharding.tiles import Tiles, cut_tiles, find_overlaps
 
 __all__ = [
     "MAX_NDIM",
@@ -23,15 +23,15 @@ __all__ = [
     "Layout",
     "Mesh",
     "RegionLayout",
-    "Shards",
     "Strided",
     "TensorSpec",
+    "Tiles",
     "axis_of",
     "check_integer",
     "check_shape",
     "check_tensors",
     "compress_tensor",
-    "cut_shards",
+    "cut_tiles",
     "find_global_shape",
     "find_minority",
     "find_overlapping",

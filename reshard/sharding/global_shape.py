@@ -9,7 +9,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 from reshard.sharding.layout import Layout, RegionLayout
 from reshard.sharding.spec import axis_of
-from reshard.sharding.tiles import cut_shards
+from reshard.sharding.tiles import cut_tiles
 
 
 def find_minority(values: Mapping[int, Any]) -> tuple[list[int], list[int]] | None:
@@ -45,7 +45,7 @@ def find_global_shape(what: str, sizes: Mapping[int, Sequence[int]], layout: Lay
     shards_of = {rank: tuple(sizes[rank]) for rank in layout.ranks}
     _check_numbers_of_dims(what, shards_of, layout)
     shape = [_sum_along(dim, shards_of, layout) for dim in range(len(shards_of[layout.ranks[0]]))]
-    shards = cut_shards(layout, shape)
+    shards = cut_tiles(layout, shape)
     for rank, size in shards_of.items():
         expected = shards.local_shape(rank)
         if size != expected:

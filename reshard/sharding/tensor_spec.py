@@ -13,7 +13,7 @@ from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import brief
 from reshard.sharding.dim_cuts import check_sizes
 from reshard.sharding.layout import AnyLayout, Layout, RegionLayout
-from reshard.sharding.tiles import Shards, cut_shards
+from reshard.sharding.tiles import Tiles, cut_tiles
 from reshard.sharding.unit_tasks import UnitTasks, count_unit_tasks, cut_unit_tasks
 
 
@@ -118,19 +118,19 @@ class TensorSpec:
         return len(self.shape)
 
     @cached_property
-    def src_shards(self) -> Shards:
+    def src_tiles(self) -> Tiles:
         """The tiles of the source layout, and the ranks that hold them."""
-        return cut_shards(self.src, self.shape)
+        return cut_tiles(self.src, self.shape)
 
     @cached_property
-    def dst_shards(self) -> Shards:
+    def dst_tiles(self) -> Tiles:
         """The tiles of the destination layout, and the ranks that need them."""
-        return cut_shards(self.dst, self.shape)
+        return cut_tiles(self.dst, self.shape)
 
     @cached_property
     def tasks(self) -> UnitTasks:
         """The unit tasks from the source to the destination layout."""
-        return cut_unit_tasks(self.src_shards, self.dst_shards)
+        return cut_unit_tasks(self.src_tiles, self.dst_tiles)
 
     @property
     def num_holdings(self) -> int:
@@ -138,12 +138,12 @@ class TensorSpec:
 
         One array has the holders of each unit task, and the other its destinations.
         """
-        return self.num_tasks * max(self.src_shards.ranks.shape[1], self.dst_shards.ranks.shape[1])
+        return self.num_tasks * max(self.src_tiles.ranks.shape[1], self.dst_tiles.ranks.shape[1])
 
     @cached_property
     def num_tasks(self) -> int:
         """Number of unit tasks."""
-        count = count_unit_tasks(self.src_shards, self.dst_shards)
+        count = count_unit_tasks(self.src_tiles, self.dst_tiles)
         return len(self.tasks) if count is None else count
 
     def __str__(self) -> str:

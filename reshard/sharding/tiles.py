@@ -25,7 +25,7 @@ MAX_CELLS = 2**17
 
 
 @dataclass(frozen=True, eq=False)
-class Shards:
+class Tiles:
     """The tiles of a sharded tensor: disjoint boxes, and the ranks that hold each.
 
     Attributes:
@@ -86,10 +86,10 @@ class Shards:
 
 
 #: Shards that are in use, by layout and shape, because most tensors of a model share both with another tensor.
-_IN_USE: weakref.WeakValueDictionary[tuple[AnyLayout, tuple[int, ...]], Shards] = weakref.WeakValueDictionary()
+_IN_USE: weakref.WeakValueDictionary[tuple[AnyLayout, tuple[int, ...]], Tiles] = weakref.WeakValueDictionary()
 
 
-def cut_shards(layout: AnyLayout, shape: Sequence[int]) -> Shards:
+def cut_tiles(layout: AnyLayout, shape: Sequence[int]) -> Tiles:
     """Cut a tensor of ``shape`` into the tiles of ``layout``.
 
     Raises:
@@ -104,7 +104,7 @@ def cut_shards(layout: AnyLayout, shape: Sequence[int]) -> Shards:
     return shards
 
 
-def _cut_grid(layout: Layout, shape: tuple[int, ...]) -> Shards:
+def _cut_grid(layout: Layout, shape: tuple[int, ...]) -> Tiles:
     mesh, spec = layout.mesh, layout.spec
     cuts = layout.cut_dims(shape)
     spec = spec + ((),) * (len(shape) - len(spec))
@@ -119,7 +119,7 @@ def _cut_grid(layout: Layout, shape: tuple[int, ...]) -> Shards:
     ranks = by_part[np.ix_(*(cut.coord for cut in cuts), np.arange(by_part.shape[-1]))]
     ranks = ranks.reshape(num_tiles, by_part.shape[-1])
     local = combine([cut.local for cut in cuts])
-    return Shards(
+    return Tiles(
         layout=layout,
         shape=shape,
         start=combine([cut.lo for cut in cuts]),
@@ -141,7 +141,7 @@ def combine(columns: Sequence[np.ndarray]) -> np.ndarray:
     return out
 
 
-def _cut_regions(layout: RegionLayout, shape: tuple[int, ...]) -> Shards:
+def _cut_regions(layout: RegionLayout, shape: tuple[int, ...]) -> Tiles:
     layout.check_fits(shape)
     holders: dict[Box, list[tuple[int, tuple[int, ...]]]] = {}
     for rank, rank_boxes in layout.boxes:
@@ -161,7 +161,7 @@ def _cut_regions(layout: RegionLayout, shape: tuple[int, ...]) -> Shards:
             ranks[tile, replica] = rank
             locals_[tile, replica] = local
     bounds = np.array(boxes, dtype=np.int64).reshape(len(boxes), len(shape), 2)
-    return Shards(layout, shape, bounds[:, :, 0].copy(), bounds[:, :, 1].copy(), ranks, locals_, None)
+    return Tiles(layout, shape, bounds[:, :, 0].copy(), bounds[:, :, 1].copy(), ranks, locals_, None)
 
 
 _Holders = dict[Box, list[tuple[int, tuple[int, ...]]]]

@@ -12,7 +12,7 @@ from reshard.errors import LayoutError
 from reshard.ragged import ranges
 from reshard.sharding.dim_cuts import DimCuts
 from reshard.sharding.layout import format_box
-from reshard.sharding.tiles import Shards, combine, find_overlaps
+from reshard.sharding.tiles import Tiles, combine, find_overlaps
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +25,8 @@ class UnitTasks:
         src_tile, dst_tile: ``(tasks,)`` indices into the tiles of ``src`` and ``dst``.
     """
 
-    src: Shards
-    dst: Shards
+    src: Tiles
+    dst: Tiles
     start: np.ndarray
     stop: np.ndarray
     src_tile: np.ndarray
@@ -63,7 +63,7 @@ class UnitTasks:
         return self.dst.ranks[self.dst_tile]
 
 
-def cut_unit_tasks(src: Shards, dst: Shards) -> UnitTasks:
+def cut_unit_tasks(src: Tiles, dst: Tiles) -> UnitTasks:
     """The unit tasks between two shardings of one tensor.
 
     Two grids are intersected dim by dim and the intersections combined, so the work is proportional to the output,
@@ -98,7 +98,7 @@ def cut_unit_tasks(src: Shards, dst: Shards) -> UnitTasks:
     return tasks
 
 
-def count_unit_tasks(src: Shards, dst: Shards) -> int | None:
+def count_unit_tasks(src: Tiles, dst: Tiles) -> int | None:
     """The number of unit tasks, without building them; None if a side is not a grid."""
     if src.cuts is None or dst.cuts is None:
         return None
@@ -111,7 +111,7 @@ def _overlap_ranges(a: DimCuts, b: DimCuts) -> tuple[np.ndarray, np.ndarray]:
     return first, np.searchsorted(b.lo, a.hi, side="left") - first
 
 
-def _from_grids(src: Shards, dst: Shards, src_cuts: tuple[DimCuts, ...], dst_cuts: tuple[DimCuts, ...]) -> UnitTasks:
+def _from_grids(src: Tiles, dst: Tiles, src_cuts: tuple[DimCuts, ...], dst_cuts: tuple[DimCuts, ...]) -> UnitTasks:
     columns: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
     for a, b in zip(src_cuts, dst_cuts, strict=True):
         first, counts = _overlap_ranges(a, b)

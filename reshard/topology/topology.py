@@ -136,7 +136,7 @@ class Topology:
         latency_seconds, inside_latency_seconds: time from sending the first byte of a message to the arrival of that
             byte, between hosts and inside a host. The message occupies its sender's port during this time. Omitted:
             100 us and 50 us, as over TCP.
-        sender_switch_seconds: extra delay when a receiving port switches to another sender. It lasts from the end of a
+        sender_change_seconds: extra delay when a receiving port switches to another sender. It lasts from the end of a
             message of one rank to the first byte of a message of another rank, if the second message waited for that
             end.
         start_seconds: time from a call to the first byte of its transfer.
@@ -157,7 +157,7 @@ class Topology:
     inside_total_bytes_per_second: float | None = field(default=None, kw_only=True)
     latency_seconds: float = field(default=MESSAGE_SECONDS, kw_only=True)
     inside_latency_seconds: float = field(default=INSIDE_MESSAGE_SECONDS, kw_only=True)
-    sender_switch_seconds: float = field(default=0.0, kw_only=True)
+    sender_change_seconds: float = field(default=0.0, kw_only=True)
     start_seconds: float = field(default=0.0, kw_only=True)
     send_buffer_bytes: int = field(default=0, kw_only=True)
     burst_bytes: int = field(default=0, kw_only=True)
@@ -206,7 +206,7 @@ class Topology:
         for name in ("inside_bytes_per_second", "inside_total_bytes_per_second"):
             if getattr(self, name) is not None:
                 set_(self, name, check_rate(getattr(self, name), name))
-        for name in ("latency_seconds", "inside_latency_seconds", "sender_switch_seconds", "start_seconds"):
+        for name in ("latency_seconds", "inside_latency_seconds", "sender_change_seconds", "start_seconds"):
             set_(self, name, _check_latency(getattr(self, name), name))
         for name in ("send_buffer_bytes", "burst_bytes"):
             set_(self, name, check_integer(getattr(self, name), name, 0, 2**63 - 1, TopologyError))
@@ -267,13 +267,13 @@ class Topology:
     def from_hostnames(cls, hostnames: Sequence[str]) -> Topology:
         """Hosts with one 10 Gbit/s NIC each, numbered by the first appearance of their names.
 
-        Latencies are the defaults: 100 us between hosts and 50 us inside a host. ``sender_switch_seconds`` is 200 us.
+        Latencies are the defaults: 100 us between hosts and 50 us inside a host. ``sender_change_seconds`` is 200 us.
         """
         if not isinstance(hostnames, Sequence) or not all(isinstance(name, str) for name in hostnames):
             raise TopologyError("hostnames must be a list with the host name of each rank")
         number: dict[str, int] = {}
         host_of_rank = tuple(number.setdefault(name, len(number)) for name in hostnames)
-        return cls(host_of_rank, sender_switch_seconds=2 * MESSAGE_SECONDS)
+        return cls(host_of_rank, sender_change_seconds=2 * MESSAGE_SECONDS)
 
     @cached_property
     def num_hosts(self) -> int:
@@ -319,7 +319,7 @@ class Topology:
     def without_latency(self) -> Topology:
         """The same topology with all latencies 0."""
         return replace(
-            self, latency_seconds=0.0, inside_latency_seconds=0.0, sender_switch_seconds=0.0, start_seconds=0.0
+            self, latency_seconds=0.0, inside_latency_seconds=0.0, sender_change_seconds=0.0, start_seconds=0.0
         )
 
     @check_arguments()

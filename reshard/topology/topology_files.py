@@ -36,7 +36,7 @@ _INSIDE = {"inside": "inside_bytes_per_second", "inside_total": "inside_total_by
 _POD_KEYS = ("hosts_per_pod", "oversubscription")
 _NUMBERS = (
     *_LATENCIES,
-    "sender_switch_seconds",
+    "sender_change_seconds",
     "start_seconds",
     "send_buffer_bytes",
     "burst_bytes",

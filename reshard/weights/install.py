@@ -10,7 +10,7 @@ import torch
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, VerificationError
 from reshard.runtime.autograd import mark_written
-from reshard.weights.model.holdings import Shard, Value, read_state, synchronize, write_values
+from reshard.weights.model.holdings import ShardRegions, Value, read_state, synchronize, write_values
 from reshard.weights.model.pieces import RegionPair
 from reshard.weights.recorded_loader import LoadWeights, Recording
 
@@ -51,7 +51,7 @@ class CopyIntoModel:
 
     keeps_last = False
 
-    def __init__(self, model: Any, shards: Mapping[str, Shard] | None) -> None:
+    def __init__(self, model: Any, shards: Mapping[str, ShardRegions] | None) -> None:
         self._model, self._shards = model, shards
 
     def allocate(self, pieces: Sequence[RegionPair], known: TensorsByName) -> TensorsByName:
@@ -89,7 +89,7 @@ class ReceiveInPlace:
 
     keeps_last = False
 
-    def __init__(self, model: Any, shards: Mapping[str, Shard] | None) -> None:
+    def __init__(self, model: Any, shards: Mapping[str, ShardRegions] | None) -> None:
         self._model, self._shards = model, shards
 
     def allocate(self, pieces: Sequence[RegionPair], known: TensorsByName) -> TensorsByName:

@@ -19,7 +19,7 @@ from reshard.formatting import count_of, format_bytes, format_seconds
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 from reshard.weights.membership.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
-from reshard.weights.model.holdings import Shard, StateReader
+from reshard.weights.model.holdings import ShardRegions, StateReader
 from reshard.weights.model.manifest import merge_states, state_of_rank
 from reshard.weights.model.quantize import Quantize, Quantizer
 from reshard.weights.routes.format_choice import check_compression, keeps_base
@@ -155,7 +155,7 @@ class Publisher:
         name: str = "default",
         group: Any = None,
         *,
-        shards: Mapping[str, Shard] | None = None,
+        shards: Mapping[str, ShardRegions] | None = None,
         memory_bytes: int = 1 << 30,
         dtype: Any = None,
         compression: str | None = None,

@@ -17,7 +17,7 @@ from reshard.weights.install import CopyAsRecorded, CopyIntoModel, Installer, Lo
 from reshard.weights.mapping.rules import Rule, check_rules
 from reshard.weights.membership.attempts import AttemptLeftError, Attempts
 from reshard.weights.membership.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
-from reshard.weights.model.holdings import Shard, read_state
+from reshard.weights.model.holdings import ShardRegions, read_state
 from reshard.weights.model.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.receiver import Receiver
 from reshard.weights.recorded_loader import LoadWeights, RecordedLoader, Recording
@@ -70,7 +70,7 @@ class Subscriber:
         group: Any = None,
         *,
         mode: str = "shadow",
-        shards: Mapping[str, Shard] | None = None,
+        shards: Mapping[str, ShardRegions] | None = None,
         memory_bytes: int = 1 << 30,
         rules: Sequence[Rule] | RecordedLoader | None = None,
         load_weights: LoadWeights | None = None,
@@ -221,7 +221,7 @@ class Subscriber:
 
 
 def _make_installer(
-    model: Any, shards: Mapping[str, Shard] | None, mode: str, load_weights: LoadWeights | None
+    model: Any, shards: Mapping[str, ShardRegions] | None, mode: str, load_weights: LoadWeights | None
 ) -> Installer:
     if load_weights is not None:
         return LoadThroughEngine(load_weights)

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
-from .codec_choice import ChosenPlan, choose_fastest_plan, simplest
 from .costs.iteration import Evaluation, evaluate
 from .costs.search_problem import SearchProblem
 from .inputs.layer_profile import LayerProfile
 from .methods.auto_method import Report, auto, evaluate_all, refine, why_nothing_fits, with_interleaved
 from .methods.bounds import single_stage_bound, step_bound_of_any, work_bound
 from .methods.pure import pure
+from .plan_choice import ChosenPlan, choose_fastest_plan, simplest
 from .plan_making import make_training_plan
 from .result.training_plan import TrainingPlan
 

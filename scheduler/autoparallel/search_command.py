@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mixed", action="store_true", help="16-bit parameters with float32 optimizer states (default: float32)")
     add("--method", choices=["auto", *METHODS], default="auto", help="search method (default: auto)")
     add(
-        "--keep",
+        "--fixed",
         action="append",
         default=[],
         metavar="NAME=VALUE",
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
             cluster,
             profile,
             num_samples=options.samples,
-            keep=parse_keep(options.keep),
+            fixed=parse_fixed(options.fixed),
             method=options.method,
             states=MIXED_PRECISION if options.mixed else StateBytes(),
             compression=None if options.compression is None else _read_policy(options.compression),
@@ -188,8 +188,8 @@ def _read_graph(text: str) -> LayerGraph:
     return LayerGraph.transformer(**values)
 
 
-def parse_keep(parts: Sequence[str]) -> dict[str, Any]:
-    """The parts that ``--keep NAME=NUMBER`` fixes, and ``grid=ROWSxCOLSxDEPTH`` or ``grid=none``.
+def parse_fixed(parts: Sequence[str]) -> dict[str, Any]:
+    """The parts that ``--fixed NAME=NUMBER`` fixes, and ``grid=ROWSxCOLSxDEPTH`` or ``grid=none``.
 
     Raises:
         ArgumentError: a part is malformed.
@@ -198,11 +198,11 @@ def parse_keep(parts: Sequence[str]) -> dict[str, Any]:
     for text in parts:
         name, _, value = text.partition("=")
         if name in kept:
-            raise ArgumentError(f"--keep names {name!r} twice")
+            raise ArgumentError(f"--fixed names {name!r} twice")
         if name == "grid" and (value == "none" or re.fullmatch(r"\d+x\d+x\d+", value)):
             kept[name] = None if value == "none" else tuple(map(int, value.split("x")))
         elif name != "grid" and value.isdecimal():
             kept[name] = int(value)
         else:
-            raise ArgumentError(f"--keep {text!r} must be NAME=NUMBER, such as tp=8 or recompute=1, or grid=2x2x1")
+            raise ArgumentError(f"--fixed {text!r} must be NAME=NUMBER, such as tp=8 or recompute=1, or grid=2x2x1")
     return kept

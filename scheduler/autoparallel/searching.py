@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ArgumentError
 from reshard.formatting import did_you_mean
 
-from .codec_choice import choose
 from .costs.layer_costs import StateBytes
 from .costs.search_problem import SearchProblem
 from .device_subsets import choose_part
 from .inputs.cluster import Cluster
-from .inputs.layer_choices import Choice, ChoiceRules, GridShape
+from .inputs.layer_choices import ChoiceRules, GridShape, LayerChoice
 from .inputs.layer_graph import LayerGraph
 from .inputs.layer_profile import LayerProfile
 from .methods.auto_method import Method
 from .methods.bounds import step_bound_of_any
+from .plan_choice import choose
 from .plan_making import make_training_plan
 from .result.training_plan import TrainingPlan
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 #: Spread of measured layer times (see :meth:`LayerProfile.spread`) above which a search warns. At this spread, the
 #: median of five measurements has a standard error of about 10 %. A prediction may have this error.
 MAX_SPREAD = 0.25
-#: Parts of a training plan that ``keep=`` fixes.
-KEPT = ("num_microbatches", "tp", "zero", "recompute", "grid", "idle")
+#: Parts of a training plan that ``fixed=`` fixes.
+FIXABLE = ("num_microbatches", "tp", "zero", "recompute", "grid", "idle")
 
 
 def search(
@@ -40,7 +40,7 @@ def search(
     profile: LayerProfile | Mapping[str, LayerProfile],
     *,
     num_samples: int,
-    keep: Mapping[str, Any] | None = None,
+    fixed: Mapping[str, Any] | None = None,
     method: str | Method = "auto",
     states: StateBytes | None = None,
     rules: ChoiceRules | None = None,
@@ -53,7 +53,7 @@ def search(
         graph, cluster: the model and its devices.
         profile: the times of its layers, or ``{type of device: times}`` for a cluster with ``device_types``.
         num_samples: samples of a step.
-        keep: parts that are fixed by hand: ``num_microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``, and
+        fixed: parts that are fixed by hand: ``num_microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``, and
             ``grid``: ``(rows, cols, depth)`` of all stages of more than one rank, or None for no grids. ``idle=False``:
             use all devices, with the hosts in their order.
         method: ``auto``, which also tries parts of the cluster and other orders of its hosts; ``joint``, ``bmw``,
@@ -86,9 +86,9 @@ def search(
             raise ArgumentError(f"{what} must be a {name}, not {type(value).__name__}")
     if progress is not None and not callable(progress):
         raise ArgumentError(f"progress must be a function of a number and a text, not {type(progress).__name__}")
-    keep = {} if keep is None else keep
+    fixed = {} if fixed is None else fixed
     states, rules = StateBytes() if states is None else states, ChoiceRules() if rules is None else rules
-    problem = make_problem(graph, cluster, profile, num_samples, keep, states, rules)
+    problem = make_problem(graph, cluster, profile, num_samples, fixed, states, rules)
     warn_if_noisy(problem)
     if compression is not None:
         from reshard.compression import Policy  # imports torch
@@ -96,7 +96,7 @@ def search(
         if not isinstance(compression, Policy):
             raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
         problem = problem.changed(compression=compression)
-    if isinstance(method, str) and method == "auto" and keep.get("idle", True):
+    if isinstance(method, str) and method == "auto" and fixed.get("idle", True):
         return choose_part(problem, progress)
     return choose_training_plan(problem, method)
 
@@ -130,63 +130,63 @@ def make_problem(
     cluster: Cluster,
     profile: LayerProfile | Mapping[str, LayerProfile],
     num_samples: int,
-    keep: Mapping[str, Any],
+    fixed: Mapping[str, Any],
     states: StateBytes,
     rules: ChoiceRules,
 ) -> SearchProblem:
     """The problem of a search.
 
     Raises:
-        ArgumentError: ``keep`` names an unknown part, or the parts do not fit.
+        ArgumentError: ``fixed`` names an unknown part, or the parts do not fit.
     """
-    for what, value, kind in (("keep", keep, Mapping), ("states", states, StateBytes), ("rules", rules, ChoiceRules)):
+    for what, value, kind in (("fixed", fixed, Mapping), ("states", states, StateBytes), ("rules", rules, ChoiceRules)):
         if not isinstance(value, kind):
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {value!r:.100}")
-    unknown = [name for name in keep if name not in KEPT]
+    unknown = [name for name in fixed if name not in FIXABLE]
     if unknown:
-        meant = did_you_mean(unknown[0], KEPT)
-        raise ArgumentError(f"keep names {unknown[0]!r}; it can fix {', '.join(KEPT)}{meant}")
-    if "zero" in keep:
-        rules = replace(rules, zero=(keep["zero"],))
-    if "recompute" in keep:
-        if keep["recompute"] not in (False, True):
-            raise ArgumentError(f"keep fixes recompute at {keep['recompute']!r}; it must be True or False")
-        rules = replace(rules, recompute=(bool(keep["recompute"]),))
-    if keep.get("idle", True) not in (False, True):
-        raise ArgumentError(f"keep fixes idle at {keep['idle']!r}; it must be True or False")
-    if "tp" in keep:
-        tp = keep["tp"]
+        meant = did_you_mean(unknown[0], FIXABLE)
+        raise ArgumentError(f"fixed= names {unknown[0]!r}; it can fix {', '.join(FIXABLE)}{meant}")
+    if "zero" in fixed:
+        rules = replace(rules, zero=(fixed["zero"],))
+    if "recompute" in fixed:
+        if fixed["recompute"] not in (False, True):
+            raise ArgumentError(f"fixed= sets recompute to {fixed['recompute']!r}; it must be True or False")
+        rules = replace(rules, recompute=(bool(fixed["recompute"]),))
+    if fixed.get("idle", True) not in (False, True):
+        raise ArgumentError(f"fixed= sets idle to {fixed['idle']!r}; it must be True or False")
+    if "tp" in fixed:
+        tp = fixed["tp"]
         if type(tp) is not int or tp < 1 or tp & (tp - 1):
-            raise ArgumentError(f"keep fixes tp at {tp!r}; it must be a power of two")
+            raise ArgumentError(f"fixed= sets tp to {tp!r}; it must be a power of two")
         rules = replace(rules, min_tp=tp, max_tp=tp)
-    if "grid" in keep:
-        shape = _kept_grid(keep["grid"], keep, cluster)
+    if "grid" in fixed:
+        shape = _fixed_grid(fixed["grid"], fixed, cluster)
         rules = replace(rules, grids=bool(shape), only_grid=shape)
-    counts = (keep["num_microbatches"],) if "num_microbatches" in keep else ()
+    counts = (fixed["num_microbatches"],) if "num_microbatches" in fixed else ()
     return SearchProblem(graph, cluster, profile, num_samples, states, rules, counts)
 
 
-def _kept_grid(grid: Any, keep: Mapping[str, Any], cluster: Cluster) -> GridShape:
-    """The shape of the grid that ``keep`` fixes; empty: no grids."""
+def _fixed_grid(grid: Any, fixed: Mapping[str, Any], cluster: Cluster) -> GridShape:
+    """The shape of the grid that ``fixed`` fixes; empty: no grids."""
     if grid is None:
         return ()
     if not isinstance(grid, Sequence) or isinstance(grid, str):
-        raise ArgumentError(f"keep fixes grid at {grid!r}; it must be (rows, cols, depth), or None for no grids")
-    choice = Choice(grid=tuple(grid), tp=math.prod(grid[:2])) if grid else Choice()
-    if keep.get("tp", choice.tp) != choice.tp:
+        raise ArgumentError(f"fixed= sets grid to {grid!r}; it must be (rows, cols, depth), or None for no grids")
+    choice = LayerChoice(grid=tuple(grid), tp=math.prod(grid[:2])) if grid else LayerChoice()
+    if fixed.get("tp", choice.tp) != choice.tp:
         raise ArgumentError(
-            f"keep fixes tp at {keep['tp']}, and {choice}, which divides each layer over rows * cols = {choice.tp} "
+            f"fixed= sets tp to {fixed['tp']}, and {choice}, which divides each layer over rows * cols = {choice.tp} "
             "ranks; keep only one of them"
         )
-    if keep.get("zero", 0) and choice.grid and choice.grid[2] == 1:
+    if fixed.get("zero", 0) and choice.grid and choice.grid[2] == 1:
         raise ArgumentError(
-            f"keep fixes zero at {keep['zero']}, and {choice}, whose depth of 1 has no replicas to share "
+            f"fixed= sets zero to {fixed['zero']}, and {choice}, whose depth of 1 has no replicas to share "
             "states; keep only one of them, or a grid with a depth of at least 2"
         )
     size = math.prod(choice.grid)
     if size < 2 or size not in cluster.mesh_sizes:
         raise ArgumentError(
-            f"keep fixes {choice}, which has {size} ranks; a stage on a grid has one of "
+            f"fixed= sets {choice}, which has {size} ranks; a stage on a grid has one of "
             f"{', '.join(str(mesh_size) for mesh_size in cluster.mesh_sizes if mesh_size > 1)} ranks on this cluster"
         )
     return choice.grid

@@ -20,7 +20,7 @@ ChannelCodecs = Mapping[StageChannel, str]
 
 
 @dataclass(frozen=True)
-class CodecChoice:
+class EdgeCodecs:
     """The codecs of a pipeline's edges, and why.
 
     Attributes:
@@ -63,7 +63,7 @@ def choose_codecs(
     codecs: tuple[str | None, str | None],
     *,
     is_forced: bool = False,
-) -> CodecChoice:
+) -> EdgeCodecs:
     """Code the channels that make the iteration shorter.
 
     Starts with all channels encoded, since several may share the critical path, and removes those whose codec saves
@@ -116,4 +116,4 @@ def choose_codecs(
         step_seconds = seconds(chosen, schedule)
     if not is_forced and step_seconds > (1 - MIN_GAIN) * raw_seconds:
         chosen, schedule, step_seconds = {}, raw_schedule, raw_seconds
-    return CodecChoice(chosen, schedule, raw_seconds, step_seconds, gains)
+    return EdgeCodecs(chosen, schedule, raw_seconds, step_seconds, gains)

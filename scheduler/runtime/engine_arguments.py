@@ -19,17 +19,17 @@ from reshard.runtime.cuda.stream import STREAMS
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology, topology_to_json
 
+from ..gradients.data_parallel import LossShards, check_loss_shards, check_split
+from ..gradients.replica_sync import find_replicas
+from ..gradients.tied_params import TiedParameter, check_ties
 from ..ir.actions import Kind
 from ..ir.schedule import Schedule
 from ..ir.text import format_schedule
 from ..pipeline import Pipeline
 from ..simulation.validate import check_one_order, check_schedule
-from .data_parallel import LossShards, check_loss_shards, check_split
 from .p2p import find_device_type
 from .ready_order import ORDERS, OrderMode
-from .replica_sync import find_replicas
 from .stage import StageRun
-from .tied_params import TiedParameter, check_ties
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 
 from reshard.errors import ArgumentError
 
+from .. import torch_compat
 from ..ir.actions import Action, Kind
-from . import torch_compat
 from .stage import StageRun
 
 #: By name of a tensor, its identity and its in-place version counter.

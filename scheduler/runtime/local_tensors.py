@@ -10,7 +10,7 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.sharding import Layout, TensorSpec
 
-from . import torch_compat
+from .. import torch_compat
 
 
 class _WaitForCollective(torch.autograd.Function):
@@ -75,7 +75,7 @@ def cut_to_no_samples(
     made = {}
     for spec in tensors:
         array = arrays[str(spec.name)]
-        for dim, size in enumerate(spec.src_shards.local_shape(rank)[: array.dim()]):
+        for dim, size in enumerate(spec.src_tiles.local_shape(rank)[: array.dim()]):
             if size == 0:
                 array = array.narrow(dim, 0, 0)
         made[str(spec.name)] = array

@@ -25,10 +25,10 @@ from reshard.api.transfers.handle import times_of
 from reshard.coordination import CallGroup, Decision, RoundRequest, resolve
 from reshard.errors import RemoteError, ReshardError
 
+from .. import torch_compat
 from ..ir.actions import Action, Kind, StageChannel
 from ..simulation.channels import StageTransfer
 from ..simulation.replay import PipelineTimeline, Span
-from . import torch_compat
 from .p2p import PendingTransfer
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from reshard.runtime.cuda.stream import STREAMS
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Topology
 
+from .. import torch_compat
 from ..ir.actions import StageChannel
 from ..pipeline import Edge, Pipeline
 from ..transfer_costs import plan_encoded
-from . import torch_compat
 
 Tensors = dict[str, torch.Tensor]
 
@@ -226,7 +226,7 @@ class StageTransfers:
         if channel not in self._zeros:
             self._zeros[channel] = {
                 str(spec.name): torch.zeros(
-                    spec.dst_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=self._device
+                    spec.dst_tiles.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=self._device
                 )
                 for spec in self._plans[channel].tensors
             }

@@ -34,11 +34,8 @@ from reshard.sharding import TensorSpec
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
-from ..ir.schedule import Schedule
-from ..pipeline import Pipeline
-from ..simulation.replay import PipelineTimeline
-from . import torch_compat
-from .compression_policy import (
+from .. import torch_compat
+from ..gradients.compression_policy import (
     StageSums,
     add_codec_rates,
     check_policy,
@@ -49,7 +46,12 @@ from .compression_policy import (
     find_reduce_scatters,
     measure_codecs,
 )
-from .data_parallel import LossShards, check_frozen, fsdp_ranks, warn_if_replicas_diverge
+from ..gradients.data_parallel import LossShards, check_frozen, fsdp_ranks, warn_if_replicas_diverge
+from ..gradients.replica_sync import ReplicaSync, wait_for_root_cause
+from ..gradients.tied_params import TiedParameter, TiedParameters, check_training, training_of
+from ..ir.schedule import Schedule
+from ..pipeline import Pipeline
+from ..simulation.replay import PipelineTimeline
 from .engine_arguments import (
     EngineOptions,
     agree_on_arguments,
@@ -63,10 +65,8 @@ from .gradient_passes import GradientPasses
 from .observe import gather_timeline, gather_values, name_action
 from .p2p import StageTransfers, plan_channels
 from .ready_order import OrderMode
-from .replica_sync import ReplicaSync, wait_for_root_cause
 from .stage import StageRun
 from .step_executor import EngineState, Iteration, RankStepResult, StepInputs, StepProgram
-from .tied_params import TiedParameter, TiedParameters, check_training, training_of
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from reshard.gradients.declared_sums import CHECK_EVERY, sum_gradients
 from reshard.gradients.weight_grad_store import WeightGradStore
 from reshard.sharding import TensorSpec
 
+from .. import torch_compat
+from ..gradients.data_parallel import check_module, is_fsdp, mark_failed, no_grad_sync, prepare_backward, without_ddp
 from ..pipeline import Pipeline
-from . import torch_compat
-from .data_parallel import check_module, is_fsdp, mark_failed, no_grad_sync, prepare_backward, without_ddp
 from .local_tensors import cut_to_no_samples, full, is_dtensor, localize, sample_of_ones, starts_backward
 
 Tensors = dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ class SentShards:
         tensors = {edge.dst: edge.tensors for edge in pipeline.edges if edge.src == stage}
         shapes = {
             dst: tuple(
-                (spec, str(spec.name), torch.Size(spec.src_shards.local_shape(rank)), getattr(torch, spec.dtype))
+                (spec, str(spec.name), torch.Size(spec.src_tiles.local_shape(rank)), getattr(torch, spec.dtype))
                 for spec in specs
             )
             for dst, specs in tensors.items()
@@ -258,7 +258,7 @@ class StageRun:
         device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
         def empty(spec: TensorSpec) -> torch.Tensor:
-            return torch.empty(spec.src_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=device)
+            return torch.empty(spec.src_tiles.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=device)
 
         return {dst: {str(spec.name): empty(spec) for spec in tensors} for dst, tensors in tensors_of.items()}
 

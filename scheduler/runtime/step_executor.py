@@ -16,24 +16,24 @@ from reshard.errors import ArgumentError
 from reshard.gradients.declared_sums import declared_sums
 from reshard.runtime.cuda.stream import STREAMS
 
-from ..ir.actions import Action, Kind
-from ..ir.schedule import Schedule
-from ..pipeline import Pipeline
-from .data_parallel import (
+from ..gradients.data_parallel import (
     LossShards,
     align_gradients,
     check_loss_replicas,
     loss_shards_of,
     reshard_parameters,
 )
+from ..gradients.replica_sync import ReplicaSync, restore_gradients, stash_gradients
+from ..gradients.tied_params import TiedParameters
+from ..ir.actions import Action, Kind
+from ..ir.schedule import Schedule
+from ..pipeline import Pipeline
 from .gradient_passes import GradientPasses
 from .observe import StepRecord, TransferRecord, find_observer
 from .p2p import PendingTransfer, StageTransfers
 from .rank_actions import Computation, RankActions, Transfer, compile_actions, find_sum_places, only_forwards
 from .ready_order import ArrivalWait, NextComputation, ReadyPlan, ReadyQueue, RecvWindows
-from .replica_sync import ReplicaSync, restore_gradients, stash_gradients
 from .stage import StageRun, Tensors
-from .tied_params import TiedParameters
 from .warm_up import warm_up
 
 _UNWATCHED = contextlib.nullcontext()

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from .. import torch_compat
+from ..gradients.data_parallel import is_fsdp, no_grad_sync
 from ..pipeline import Pipeline
-from . import torch_compat
-from .data_parallel import is_fsdp, no_grad_sync
 from .stage import StageRun, Tensors
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ def warm_up(run: StageRun, pipeline: Pipeline, fed: Mapping[str, Any], rank: int
         if edge.dst == run.stage:
             with_gradient = {spec.name for spec in edge.gradients} if train else set()
             for spec in edge.tensors:
-                shape, dtype = spec.dst_shards.local_shape(rank), getattr(torch, spec.dtype)
+                shape, dtype = spec.dst_tiles.local_shape(rank), getattr(torch, spec.dtype)
                 inputs[str(spec.name)] = torch.zeros(
                     shape, dtype=dtype, device=device, requires_grad=spec.name in with_gradient
                 )

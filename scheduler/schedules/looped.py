@@ -16,9 +16,9 @@ from .phases import alternate
 
 
 def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_pp_ranks: int) -> Schedule:
-    """Interleaved 1F1B: each pp rank computes the first of its stages for a group of microbatches, then the next stage.
+    """Interleaved 1F1B: each pp rank computes a group of microbatches on its first stage, then the group on the next.
 
-    The number of groups is ``num_microbatches // num_pp_ranks``, at least one. Groups differ by at most one microbatch.
+    There are ``num_microbatches // num_pp_ranks`` groups, at least one. Their sizes differ by at most one microbatch.
     Source: Megatron-LM (Narayanan et al., 2021).
 
     Raises:
@@ -30,9 +30,9 @@ def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_pp_ranks: in
 
 
 def interleaved_zero_bubble(pipeline: Pipeline, num_microbatches: int, num_pp_ranks: int) -> Schedule:
-    """Interleaved 1F1B with split backwards: pp rank r defers weight-gradient passes by r backwards.
+    """Interleaved 1F1B with split backwards: on pp rank r, a weight-gradient pass runs r backwards later.
 
-    A pp rank starts with fewer forwards than under :func:`interleaved_1f1b`. Source: ZB1P in "Zero Bubble Pipeline
+    Warm-up has fewer forwards than in :func:`interleaved_1f1b`. Source: ZB1P in "Zero Bubble Pipeline
     Parallelism" (Qi et al., 2023), with several stages per pp rank as in torch.distributed.pipelining.
 
     Raises:
@@ -44,9 +44,10 @@ def interleaved_zero_bubble(pipeline: Pipeline, num_microbatches: int, num_pp_ra
 
 
 def looped_bfs(pipeline: Pipeline, num_microbatches: int, num_pp_ranks: int) -> Schedule:
-    """Breadth-first: each pp rank computes all microbatches of its first stage, then all of the next one, and back.
+    """Breadth-first: each pp rank runs all microbatches through its first stage, then all through the next one.
 
-    Peak in flight: all microbatches. Source: "Breadth-First Pipeline Parallelism" (Lamy-Poirier, 2023).
+    Backwards follow in the opposite order. All microbatches are in flight at the peak. Source:
+    "Breadth-First Pipeline Parallelism" (Lamy-Poirier, 2023).
 
     Raises:
         ArgumentError: ``num_pp_ranks`` does not divide the number of stages.
@@ -111,7 +112,7 @@ def _passes(
 
 
 def _warmups(num_pp_ranks: int, stages_per_pp_rank: int, num_microbatches: int, per_hop: int) -> list[int]:
-    """Forwards before the first pair of a forward and a backward, of each pp rank."""
+    """The number of warm-up forwards of each pp rank: those before its first pair of a forward and a backward."""
     largest = group_sizes(num_microbatches, num_pp_ranks)[0]
     return [
         (stages_per_pp_rank - 1) * largest + per_hop * (num_pp_ranks - 1 - pp_rank) for pp_rank in range(num_pp_ranks)

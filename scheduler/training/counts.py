@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from reshard.sharding import Mesh
 
-from ..pipe.partition.batches import outline_batch
-from ..pipe.partition.stage_graph import FakeModel
-from ..pipe.partition.traced_cut import TracedCut
+from ..model_stages.partition.batches import outline_batch
+from ..model_stages.partition.stage_graph import FakeModel
+from ..model_stages.partition.traced_cut import TracedCut
 from .models.making import find_cuts, make_model
 from .models.model_presets import GPTConfig, Preset
 

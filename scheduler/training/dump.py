@@ -12,8 +12,8 @@ import torch
 from reshard.compression.policy import DIMENSIONS
 from reshard.runtime.torch_compat import local_of
 
-from ..pipe.training_engine import PipelineEngine
-from ..runtime.compression_policy import describe_modules
+from ..gradients.compression_policy import describe_modules
+from ..model_stages.training_engine import PipelineEngine
 from ..runtime.stage import StageOutput
 
 #: Shares of all steps after which a step is saved: early gradients differ from late ones.

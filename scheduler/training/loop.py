@@ -17,11 +17,11 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
 from ..autoparallel import TrainingPlan
+from ..checkpoint import find_model_shapes
 from ..ir.schedule import Schedule
-from ..pipe.checkpoint import find_model_shapes
-from ..pipe.pipe import Pipe
-from ..pipe.placement import parse_placements
-from ..pipe.training_engine import PipelineEngine
+from ..model_stages.pipe import Pipe
+from ..model_stages.placement import parse_placements
+from ..model_stages.training_engine import PipelineEngine
 from ..runtime.ready_order import OrderMode
 from ..schedules.named_builders import NAMED_BUILDERS
 from ..simulation.replay import PipelineTimeline

@@ -11,8 +11,8 @@ import torch
 
 from reshard.runtime.torch_compat import is_in_backward
 
+from .. import torch_compat
 from ..autoparallel import TrainingPlan
-from ..runtime import torch_compat
 from .loop import TrainingJob, make_loaders, make_optimizer, make_pipe
 
 

@@ -30,7 +30,7 @@ from ..autoparallel import (
 )
 from ..autoparallel.costs.search_problem import SearchProblem
 from ..autoparallel.modules.layer_tracing import TracedModel
-from ..autoparallel.search_command import find_topology, parse_bytes, parse_keep
+from ..autoparallel.search_command import find_topology, parse_bytes, parse_fixed
 from ..autoparallel.searching import choose_training_plan, make_problem, warn_if_noisy
 from ..autoparallel.tuning import Measurement, Tuned
 from .loop import TrainingJob, make_loaders, make_pipe
@@ -57,7 +57,7 @@ class SearchOptions:
         devices: number of ranks; None: the number of ranks of the topology.
         topology: name of a machine, or path of a topology file; None: one host.
         memory: memory limit of a device, such as ``"16GB"``; None: :data:`USABLE` of what it has.
-        keep: ``(name, value)`` pairs of fixed parts, see :func:`reshard.scheduler.autoparallel.search`.
+        fixed: ``(name, value)`` pairs of fixed parts, see :func:`reshard.scheduler.autoparallel.search`.
         measures: whether to run steps of the chosen training plan, correct the layer times by them, and search again.
         output: path of the file for the training plan; None: none.
         compression: text of a policy whose codecs the training plan may use; None: none.
@@ -66,7 +66,7 @@ class SearchOptions:
     devices: int | None = None
     topology: str | None = None
     memory: str | None = None
-    keep: tuple[tuple[str, int], ...] = ()
+    fixed: tuple[tuple[str, int], ...] = ()
     measures: bool = False
     output: str | None = None
     compression: str | None = None
@@ -74,14 +74,14 @@ class SearchOptions:
     @classmethod
     def of(cls, options: Any) -> SearchOptions:
         """Read the options of the command line, which have been checked."""
-        keep = parse_keep(options.keep)
+        fixed = parse_fixed(options.fixed)
         if options.num_microbatches is not None:
-            keep.setdefault("num_microbatches", options.num_microbatches)
+            fixed.setdefault("num_microbatches", options.num_microbatches)
         return cls(
             options.devices,
             options.topology,
             options.memory,
-            tuple(sorted(keep.items())),
+            tuple(sorted(fixed.items())),
             options.plan == "tune",
             options.save_plan,
             None if options.compression is None else str(parse_policy(options.compression)),
@@ -164,7 +164,7 @@ def make_job_problem(job: TrainingJob, options: SearchOptions, num_ranks: int | 
     traced = trace_job(job)
     profile = profile_job(traced, job)
     problem = make_problem(
-        traced.graph, cluster, profile, job.preset.num_samples, dict(options.keep), STATES, ChoiceRules()
+        traced.graph, cluster, profile, job.preset.num_samples, dict(options.fixed), STATES, ChoiceRules()
     )
     warn_if_noisy(problem)
     return problem.changed(compression=policy)

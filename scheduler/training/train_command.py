@@ -105,7 +105,7 @@ def _add_search(add: Callable[..., Any]) -> None:
     add("--topology", help="hosts and links for a search, as for reshard search (default: one host)")
     add("--memory", help="memory of a device for a search, such as 16GB (default: 90 %% of what it has)")
     add(
-        "--keep",
+        "--fixed",
         action="append",
         default=[],
         metavar="NAME=VALUE",
@@ -313,7 +313,7 @@ def _check_plan(options: argparse.Namespace) -> None:
 
 
 def _check_search(options: argparse.Namespace) -> None:
-    from ..autoparallel.search_command import find_topology, parse_bytes, parse_keep
+    from ..autoparallel.search_command import find_topology, parse_bytes, parse_fixed
 
     if options.devices is not None and options.devices < 1:
         raise ArgumentError(f"--devices is {options.devices}; it must be positive")
@@ -322,7 +322,7 @@ def _check_search(options: argparse.Namespace) -> None:
         find_topology(options.topology, num_ranks)
     elif num_ranks is None:
         raise ArgumentError(f"--plan {options.plan} needs --devices N, the number of ranks, or --topology FILE")
-    parse_keep(options.keep)
+    parse_fixed(options.fixed)
     if options.memory is not None:
         parse_bytes(options.memory)
 
@@ -347,7 +347,7 @@ def _read_training_plan(options: argparse.Namespace) -> TrainingPlan | None:
 
 
 def _refuse_search_options(options: argparse.Namespace, rule: str) -> None:
-    for name in ("devices", "topology", "memory", "keep", "save_plan"):
+    for name in ("devices", "topology", "memory", "fixed", "save_plan"):
         if getattr(options, name):
             raise ArgumentError(f"--{name.replace('_', '-')} is for a search; {rule}")
 

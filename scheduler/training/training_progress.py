@@ -9,7 +9,7 @@ from typing import Any
 
 from reshard.formatting import format_seconds
 
-from ..pipe.totals import StepResult
+from ..model_stages.totals import StepResult
 from .models.model_presets import GPTConfig, Preset
 
 

@@ -13,7 +13,7 @@ import reshard
 import reshard.api.call
 from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.api.one_process import execute_local
-from reshard.cli.html_report import plan_to_html
+from reshard.cli.plan_page.html_report import plan_to_html
 from reshard.compression import parse_policy
 from reshard.testing.processes import run_processes
 from reshard.topology import topology_to_json

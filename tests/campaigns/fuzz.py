@@ -43,7 +43,7 @@ from reshard.cli.progress_bars import show_time
 from reshard.plan import layout_from_json, parse_layout, parse_plan, plan_from_json, plan_to_json
 from reshard.scheduler.ir.text import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
 from reshard.sharding.spec import parse_axis_names
-from reshard.sharding.tiles import cut_shards
+from reshard.sharding.tiles import cut_tiles
 from reshard.topology.machine_presets import MACHINES
 from reshard.topology.topology_files import parse_rate, read_topology, topology_from_json, topology_to_json
 
@@ -168,11 +168,11 @@ def _read_layout(text: str) -> None:
     layout = parse_layout(text)
     assert parse_layout(str(layout)) == layout
     with contextlib.suppress(ReshardError):
-        cut_shards(layout, (6, 5, 4))
+        cut_tiles(layout, (6, 5, 4))
 
 
 def _read_layout_json(data: Any) -> None:
-    cut_shards(layout_from_json(data), (8, 8))
+    cut_tiles(layout_from_json(data), (8, 8))
 
 
 def _read_topology(suffix: str, text: str) -> None:
@@ -216,7 +216,7 @@ def _build_layouts(data: Any) -> None:
         lambda: Mesh.from_array(a, b),
         lambda: Layout(Mesh.of("2x2"), a),
         lambda: RegionLayout(a, join_dim=b or 0),
-        lambda: cut_shards(Layout(Mesh.of(2), "S0"), a),
+        lambda: cut_tiles(Layout(Mesh.of(2), "S0"), a),
         lambda: make_plan(Layout(Mesh.of(2), a), Layout(Mesh.of(2), b), (8, 8), "int8"),
         lambda: parse_rate(a),
     ):

@@ -37,7 +37,7 @@ from reshard import Layout, Mesh, weights
 from reshard.coordination import all_gather_json
 from reshard.runtime.torch_compat import store_of
 from reshard.scheduler import Edge, Pipe, Pipeline, Stage, StageOutput, one_f_one_b
-from reshard.scheduler.pipe.profile import StageProfile, StageTimes
+from reshard.scheduler.model_stages.profile import StageProfile, StageTimes
 from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.testing.processes import LaunchError, run_processes
 

@@ -30,8 +30,8 @@ from reshard.cli.progress_bars import print_line, track
 from reshard.errors import ReshardError
 from reshard.testing.processes import LaunchError, run_processes
 from tests.parallel.models import make_gpt
-from tests.scheduler.pipe.test_grid_stages import make_batch as make_gpt_batch
-from tests.scheduler.pipe.test_pipe import make_batch as make_chain_batch, make_chain
+from tests.scheduler.model_stages.test_grid_stages import make_batch as make_gpt_batch
+from tests.scheduler.model_stages.test_pipe import make_batch as make_chain_batch, make_chain
 from tests.support.interpreters import find_free_port
 
 LIMIT_SECONDS = 5.0

@@ -65,7 +65,7 @@ def compare_clusters(first: int, number: int) -> None:
     )
 
 
-#: Restrictions of the search: values of ``keep``.
+#: Restrictions of the search: values of ``fixed``.
 RESTRICTIONS = (
     {"zero": 0},
     {"zero": 3},
@@ -93,17 +93,17 @@ def compare_restricted(first: int, number: int) -> None:
         profile = LayerProfile.estimate(graph, flops_per_second=rng.choice([1e12, 1e13]))
         cluster = Cluster(Topology(ranks, hosts, inside_bytes_per_second=2e10), rng.choice([4e9, 1e9, 3e8]))
 
-        def seconds(keep: dict[str, Any], graph=graph, cluster=cluster, profile=profile) -> float:
+        def seconds(fixed: dict[str, Any], graph=graph, cluster=cluster, profile=profile) -> float:
             try:
-                return search(graph, cluster, profile, num_samples=32, keep={**keep, "idle": False}).seconds
+                return search(graph, cluster, profile, num_samples=32, fixed={**fixed, "idle": False}).seconds
             except ArgumentError:
                 return math.inf
 
         found = seconds({})
-        least, keep = min(((seconds(keep), keep) for keep in RESTRICTIONS), key=lambda item: item[0])
+        least, fixed = min(((seconds(fixed), fixed) for fixed in RESTRICTIONS), key=lambda item: item[0])
         if found < math.inf:
             ratios.append(min(1.0, least / found))
-            print(f"problem {seed}: {found:.4g} s, {least / found:.4f} times that with {keep}", flush=True)
+            print(f"problem {seed}: {found:.4g} s, {least / found:.4f} times that with {fixed}", flush=True)
     print(f"{len(ratios)} problems: the best restricted search takes {min(ratios):.4f} to 1 times as long")
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from reshard.cli.commands.plan_command import default_topology
-from reshard.cli.html_report import plan_to_html
 from reshard.cli.main import main
-from reshard.cli.plan_times import sample_progress
-from reshard.cli.plan_trees import draw_tree
+from reshard.cli.plan_page.html_report import plan_to_html
+from reshard.cli.plan_page.plan_times import sample_progress
+from reshard.cli.plan_page.plan_trees import draw_tree
 from reshard.cost import simulate
 from reshard.plan import HostBoxes
 from reshard.planner import make_plan, plan_tensors

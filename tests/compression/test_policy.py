@@ -17,7 +17,7 @@ from reshard import Topology
 from reshard.compression import Policy, parse_policy
 from reshard.errors import ArgumentError
 from reshard.runtime.transport import GlooTransport
-from reshard.scheduler.runtime.replica_sync import ReplicaSync
+from reshard.scheduler.gradients.replica_sync import ReplicaSync
 from reshard.testing.processes import run_processes
 from tests.support.torch_names import GATHER, REDUCE_SCATTER
 from tests.support.whole_models import find_shapes

@@ -11,7 +11,7 @@ import pytest
 
 from reshard import CostReport, Layout, Mesh, Plan, Topology, find_bound, make_plan, simulate
 from reshard.cost.latency_bounds import find_latency_bounds
-from reshard.plan import Transfers
+from reshard.plan import PlanTransfers
 from reshard.planner.strategy_registry import STRATEGIES
 from reshard.topology import Host, Link
 from tests.support.random_problems import random_problem
@@ -129,7 +129,7 @@ def fastest_of_all_plans(src, dst, shape, topology, most):
     plan = make_plan(src, dst, shape, "int8", topology=topology, strategy="send_recv")
     cells = list(itertools.product(*map(range, shape)))
     spec, rate = plan.tensors[0], topology.hosts[0].nics[0].egress_bytes_per_second
-    has, needed = ({rank: _parts(of, rank, cells) for rank in plan.ranks} for of in (spec.src_shards, spec.dst_shards))
+    has, needed = ({rank: _parts(of, rank, cells) for rank in plan.ranks} for of in (spec.src_tiles, spec.dst_tiles))
     best = float("inf")
 
     def extend(messages, has, busy):
@@ -167,7 +167,7 @@ def _with_messages(plan, messages, cells, window):
     """The plan with other messages: sender, receiver, parts, and the messages that bring them to the sender."""
     num, parts = len(messages), [part for message in messages for part in message[2]]
     start = np.array([cells[part] for part in parts])
-    transfers = Transfers(
+    transfers = PlanTransfers(
         box_offsets=np.cumsum([0, *(len(message[2]) for message in messages)]),
         box_tensor=np.zeros(len(parts)),
         box_start=start,

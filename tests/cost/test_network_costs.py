@@ -19,7 +19,7 @@ COSTS = {
     "inside_total_bytes_per_second": 1e6,
     "latency_seconds": 1.0,
     "inside_latency_seconds": 1.0,
-    "sender_switch_seconds": 1.0,
+    "sender_change_seconds": 1.0,
     "start_seconds": 1.0,
     "send_buffer_bytes": 2**20,
     "burst_bytes": 2**20,

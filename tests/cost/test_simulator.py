@@ -16,7 +16,7 @@ from reshard.cost.inside_lower_bound import bound_inside
 from reshard.cost.latency_bounds import find_latency_bounds
 from reshard.cost.prediction import Makespan, predict_makespan
 from reshard.cost.simulator import network_of
-from reshard.plan import expand_messages, find_sender_switches, message_nbytes, parse_plan, tabulate_messages
+from reshard.plan import expand_messages, find_sender_changes, message_nbytes, parse_plan, tabulate_messages
 from reshard.planner.strategy_registry import STRATEGIES
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.topology import Host, Link
@@ -175,7 +175,7 @@ def test_native_matches_reference_and_no_plan_beats_the_bound(
             topology, hosts=hosts, nic_of_rank=(), pods=(Link.of(1e8), Link(2e8, 3e8)) if in_pods else ()
         )
     topology = replace(
-        topology, latency_seconds=latency, inside_latency_seconds=latency / 2, sender_switch_seconds=latency / 3,
+        topology, latency_seconds=latency, inside_latency_seconds=latency / 2, sender_change_seconds=latency / 3,
         inside_bytes_per_second=inside, inside_total_bytes_per_second=total, send_buffer_bytes=buffer, burst_bytes=burst,
     )  # fmt: skip
     plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=2**16)
@@ -245,19 +245,19 @@ def test_makespan_with_thousands_of_receivers_is_the_time_of_all_bytes():
     assert (finish == flow(network)[1]).all()
 
 
-def test_sender_switches_delay_waiting_messages():
+def test_sender_changes_delay_waiting_messages():
     """Two hosts send half each to a third; a chunk that follows one of the other host waits for its end."""
     topology = Topology((0, 1, 2))
     src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(1, first_rank=2))
     plan = make_plan(src, dst, (2**22,), "float32", topology=topology, strategy="multicast")
-    num_switches = int(find_sender_switches(plan).sum())
-    assert num_switches >= 1
+    num_changes = int(find_sender_changes(plan).sum())
+    assert num_changes >= 1
     makespans = [
-        simulate(plan, replace(topology, sender_switch_seconds=seconds)).makespan_seconds for seconds in (0.0, 1e-3)
+        simulate(plan, replace(topology, sender_change_seconds=seconds)).makespan_seconds for seconds in (0.0, 1e-3)
     ]
-    assert makespans[1] - makespans[0] == pytest.approx(num_switches * 1e-3, rel=1e-6)
+    assert makespans[1] - makespans[0] == pytest.approx(num_changes * 1e-3, rel=1e-6)
     alone = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=2)), (2**22,), "float32", topology=topology)
-    assert not find_sender_switches(alone).any()
+    assert not find_sender_changes(alone).any()
 
 
 def test_simulation_ends_when_rounding_leaves_a_part_of_a_byte_in_a_send_window():

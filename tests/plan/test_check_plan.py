@@ -13,7 +13,7 @@ import torch
 from microbench.planner import check_speed
 from reshard import Layout, Mesh, Topology, check_plan, make_plan
 from reshard.errors import PlanError
-from reshard.plan import Transfers, parse_plan
+from reshard.plan import PlanTransfers, parse_plan
 from reshard.planner.strategy_registry import STRATEGIES
 from reshard.runtime import build_program
 from tests.support.memory_transport import run_in_threads
@@ -29,8 +29,8 @@ def _plan(strategy="broadcast_greedy"):
 
 def _with(plan, **arrays):
     old = plan.transfers
-    fields = {name: getattr(old, name) for name in Transfers.__dataclass_fields__}
-    return replace(plan, transfers=Transfers(**(fields | arrays)))
+    fields = {name: getattr(old, name) for name in PlanTransfers.__dataclass_fields__}
+    return replace(plan, transfers=PlanTransfers(**(fields | arrays)))
 
 
 def _drop_last_edge(plan):
@@ -67,7 +67,7 @@ def _rank(name, rank):
 def _wrong_sender(plan):
     """Make a source rank that holds another tile the sender of the last edge."""
     start, stop = plan.transfers.box_start[-1], plan.transfers.box_stop[-1]
-    shards = plan.tensors[0].src_shards
+    shards = plan.tensors[0].src_tiles
     holders = {
         rank
         for rank in SRC.ranks

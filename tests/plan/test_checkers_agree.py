@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from reshard import Layout, Mesh, RegionLayout, ReshardError, Topology, check_plan, make_plan
 from reshard.errors import PlanError
-from reshard.plan import Plan, Transfers, expand_messages, message_nbytes, parse_plan, tabulate_messages
+from reshard.plan import Plan, PlanTransfers, expand_messages, message_nbytes, parse_plan, tabulate_messages
 from reshard.planner.strategy_registry import STRATEGIES
 from reshard.sharding.box_search import find_overlapping, locate_points
 from tests.support import reference_check
@@ -161,7 +161,7 @@ def test_message_table_matches_expansion():
     dst = RegionLayout({rank: [[(0, 2**50)]] for rank in (1, 2, 3)})
     plan = make_plan(Layout(Mesh.of(1)), dst, (2**50,), "int8", strategy="send_recv", topology=Topology((0, 1, 2, 3)))
     edges = [(0, 1), (1, 2), (0, 1), (1, 3), (2, 2), (2, 3)]
-    tree = Transfers(
+    tree = PlanTransfers(
         box_offsets=[0, 1],
         box_tensor=[0],
         box_start=[[0]],
@@ -182,7 +182,7 @@ def test_message_table_matches_expansion():
 def test_message_table_of_a_transfer_without_edges():
     """Two transfers have two edges, but the first one has none."""
     plan = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of("2", first_rank=1), "R"), (8,), "int8", strategy="send_recv")
-    transfers = Transfers(
+    transfers = PlanTransfers(
         box_offsets=[0, 1, 2], box_tensor=[0, 0], box_start=[[0], [4]], box_stop=[[1], [8]], edge_offsets=[0, 0, 2],
         sender=[0, 0], receiver=[1, 2], splits=[[1], [1]], window=[2, 2],
     )  # fmt: skip
@@ -208,14 +208,14 @@ def test_message_table_of_a_transfer_without_edges():
 )
 def test_inconsistent_transfer_arrays_are_refused(name, value):
     plan = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=1)), (8,), "int8", strategy="send_recv")
-    fields = {field: getattr(plan.transfers, field) for field in Transfers.__dataclass_fields__}
-    bad: Plan = replace(plan, transfers=Transfers(**(fields | {name: value})))
+    fields = {field: getattr(plan.transfers, field) for field in PlanTransfers.__dataclass_fields__}
+    bad: Plan = replace(plan, transfers=PlanTransfers(**(fields | {name: value})))
     with pytest.raises(PlanError):
         check_plan(bad)
 
 
 def test_source_must_be_in_after():
     plan = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=1)), (8,), "int8", strategy="send_recv")
-    fields = {field: getattr(plan.transfers, field) for field in Transfers.__dataclass_fields__}
+    fields = {field: getattr(plan.transfers, field) for field in PlanTransfers.__dataclass_fields__}
     with pytest.raises(PlanError, match="gets data from transfer 0, but does not come after it"):
-        Transfers(**(fields | {"source": [0]}))
+        PlanTransfers(**(fields | {"source": [0]}))

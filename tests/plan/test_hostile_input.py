@@ -16,7 +16,7 @@ from reshard import Layout, Mesh, RegionLayout, ReshardError, Topology, check_pl
 from reshard.cli.main import main
 from reshard.errors import PlanError
 from reshard.plan import layout_from_json, parse_layout, parse_plan, plan_from_json, plan_to_json
-from reshard.sharding.tiles import cut_shards
+from reshard.sharding.tiles import cut_tiles
 from reshard.testing.processes import run_processes
 from reshard.topology.topology_files import topology_from_json
 from tests.support.memory_transport import run_in_threads
@@ -86,7 +86,7 @@ def test_random_constructor_arguments_never_crash(a, b):
         lambda: Layout(Mesh.of(2), a),
         lambda: RegionLayout(a, join_dim=b),
         lambda: Topology(a, b),
-        lambda: cut_shards(Layout(Mesh.of(2)), a),
+        lambda: cut_tiles(Layout(Mesh.of(2)), a),
         lambda: make_plan(Layout(Mesh.of(2)), Layout(Mesh.of(2)), a, b),
     ):
         with contextlib.suppress(ReshardError):
@@ -115,7 +115,7 @@ def test_huge_texts_and_regions_are_refused():
         parse_plan(HEAD + "tensor 0 int8 [8] from " + "a) to " * 30000)
     nested = RegionLayout({i: [[(i, 4000 - i)] * 2] for i in range(300)})
     with pytest.raises(ReshardError, match="cells"):
-        cut_shards(nested, (4000, 4000))
+        cut_tiles(nested, (4000, 4000))
     with pytest.raises(ReshardError):
         topology_from_json({"host_of_rank": [0, 2147483647]})
 

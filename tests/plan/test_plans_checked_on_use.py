@@ -18,7 +18,7 @@ import reshard.plan.check.plan_checker
 from reshard import Layout, Mesh, RegionLayout, make_plan
 from reshard.api.one_process import execute_local, reshard_local
 from reshard.errors import PlanError
-from reshard.plan import Transfers, parse_plan, plan_from_json, plan_to_json
+from reshard.plan import PlanTransfers, parse_plan, plan_from_json, plan_to_json
 from reshard.planner.strategies.routes import Routes
 from reshard.planner.strategies.sends_and_all_gathers import send_recv
 from reshard.testing.processes import run_processes
@@ -192,10 +192,10 @@ def test_plans_without_transfers_are_refused_if_data_must_move(moves):
 
 
 def _none(plan):
-    nothing = {name: np.zeros(0, dtype=np.int64) for name in Transfers.__dataclass_fields__}
+    nothing = {name: np.zeros(0, dtype=np.int64) for name in PlanTransfers.__dataclass_fields__}
     ndim = plan.tensors[0].ndim
     tables = {name: np.zeros((0, ndim), dtype=np.int64) for name in ("box_start", "box_stop", "splits")}
-    return Transfers(**(nothing | tables | {"box_offsets": [0], "edge_offsets": [0]}))
+    return PlanTransfers(**(nothing | tables | {"box_offsets": [0], "edge_offsets": [0]}))
 
 
 def test_messages_in_json_must_match_the_transfers():

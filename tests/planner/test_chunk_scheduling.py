@@ -10,7 +10,7 @@ import pytest
 
 from reshard import Layout, Mesh, Topology, check_plan, make_plan
 from reshard.errors import ArgumentError, PlanError, TopologyError
-from reshard.plan import Transfers, expand_messages
+from reshard.plan import PlanTransfers, expand_messages
 from reshard.planner.multicast import strategy as multicast_module
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import make_workload, multicast, nics_of
@@ -67,7 +67,7 @@ def test_chunk_limit_refuses_and_host_limit_falls_back_to_routes(monkeypatch):
     monkeypatch.undo()
     for most in (4, 3):
         monkeypatch.setattr(multicast_module, "_MAX_HOSTS", most)
-        assert isinstance(multicast(problem), Transfers if most == 4 else Routes)
+        assert isinstance(multicast(problem), PlanTransfers if most == 4 else Routes)
 
 
 @pytest.mark.parametrize("schedule", [schedule_python, make_schedule])
@@ -117,8 +117,8 @@ def test_count_messages_matches_expanded_messages(strategy):
 
 def test_check_plan_limits_messages():
     plan = make_plan(Layout(Mesh([0])), Layout(Mesh([1])), (2**13, 2**12), "int8", strategy="send_recv")
-    columns = {name: getattr(plan.transfers, name) for name in Transfers.__dataclass_fields__}
-    cut = Transfers(**(columns | {"splits": np.array([[4097, 4096]])}))
+    columns = {name: getattr(plan.transfers, name) for name in PlanTransfers.__dataclass_fields__}
+    cut = PlanTransfers(**(columns | {"splits": np.array([[4097, 4096]])}))
     with pytest.raises(PlanError, match="16781312 boxes; at most 16777216"):
         check_plan(replace(plan, transfers=cut))
 

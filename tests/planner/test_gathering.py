@@ -22,7 +22,7 @@ from reshard import (
     plan_to_json,
 )
 from reshard.errors import PlanError
-from reshard.plan import GATHERED, Plan, Transfers, expand_messages
+from reshard.plan import GATHERED, Plan, PlanTransfers, expand_messages
 from reshard.planner.multicast.gathering import Gathering
 from reshard.planner.strategies.plan_problem import PlanProblem
 from reshard.runtime.cpu import program_executor
@@ -120,8 +120,10 @@ def test_many_tensors_are_gathered_together():
     assert {len({tensor for tensor, _, _ in message.boxes}) for message in gathered} == {6}
 
 
-def _changed(plan: Plan, **arrays) -> Transfers:
-    return Transfers(**{name: getattr(plan.transfers, name) for name in Transfers.__dataclass_fields__} | arrays)
+def _changed(plan: Plan, **arrays) -> PlanTransfers:
+    return PlanTransfers(
+        **{name: getattr(plan.transfers, name) for name in PlanTransfers.__dataclass_fields__} | arrays
+    )
 
 
 def test_plans_that_gather_what_is_not_there_are_refused():

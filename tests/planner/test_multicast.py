@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from reshard import Layout, Mesh, Topology, make_plan, simulate
-from reshard.cli.html_report import plan_to_html
+from reshard.cli.plan_page.html_report import plan_to_html
 from reshard.cost.lower_bound import find_bound
 from reshard.plan import Load, check_plan, describe_load, expand_messages, find_loads, parse_plan
 from reshard.planner.multicast.classes import Classes, cut_pieces

@@ -157,7 +157,7 @@ def test_native_and_reference_loads_and_rows_are_equal(seed):
 def test_native_and_reference_serial_times_are_equal(seed):
     chance = random.Random(seed)
     src, dst, shape, topology = random_problem(seed)
-    topology = replace(topology, sender_switch_seconds=chance.choice((0.0, 1e-4)))
+    topology = replace(topology, sender_change_seconds=chance.choice((0.0, 1e-4)))
     topology = replace(topology, inside_total_bytes_per_second=(None, 2e9, 3e8)[seed % 3])
     spec = TensorSpec(shape, "float32", src, dst)
     plan = plan_tensors([spec], topology=topology, strategy=chance.choice(list(STRATEGIES)), staging_bytes=2**16)

@@ -45,7 +45,7 @@ def _land(plan, pieces, arrived, first, whole, outs):
             for tensor, start, stop in message.boxes if has else ():
                 origin = pieces[tensor]
                 lo, hi = (tuple(a + b for a, b in zip(origin.start, x, strict=True)) for x in (start, stop))
-                at = find_boxes(first.tensors[0].dst_shards, rank, [(lo, hi)])[0]
+                at = find_boxes(first.tensors[0].dst_tiles, rank, [(lo, hi)])[0]
                 if at is not None:
                     outs[rank][at] = whole[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))]
 
@@ -55,11 +55,11 @@ def _holdings(first, ranks, landed):
     spec, held = first.tensors[0], {}
     for rank in ranks:
         held[rank] = torch.zeros(spec.shape, dtype=torch.bool)
-        for shards, keep in ((spec.src_shards, None), (spec.dst_shards, landed.get(rank))):
+        for shards, keep in ((spec.src_tiles, None), (spec.dst_tiles, landed.get(rank))):
             for box, local in shards.boxes_of(rank) if rank in shards.layout.ranks else ():
                 at = tuple(slice(lo, hi) for lo, hi in box)
                 if keep is None:
-                    held[rank][at] = shards is spec.src_shards or held[rank][at]
+                    held[rank][at] = shards is spec.src_tiles or held[rank][at]
                 else:
                     mine = tuple(slice(o, o + hi - lo) for o, (lo, hi) in zip(local, box, strict=True))
                     held[rank][at] |= keep[mine]
@@ -112,7 +112,7 @@ def test_survivors_receive_everything_that_a_survivor_holds(case, strategy, data
                 if rank in piece.missing:
                     count[tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))] += 1
             needed = torch.zeros(shape, dtype=torch.bool)
-            for box, local in first.tensors[0].dst_shards.boxes_of(rank):
+            for box, local in first.tensors[0].dst_tiles.boxes_of(rank):
                 mine = tuple(slice(o, o + hi - lo) for o, (lo, hi) in zip(local, box, strict=True))
                 needed[tuple(slice(lo, hi) for lo, hi in box)] = ~landed[rank][mine]
             assert torch.equal(count, needed.long())  # each missing element is in one piece

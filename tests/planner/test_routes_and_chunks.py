@@ -12,7 +12,7 @@ import torch
 from reshard import Layout, Mesh, Topology, make_plan
 from reshard.cost.cost_report import CostReport
 from reshard.errors import ArgumentError, PlanError
-from reshard.plan import Transfers, expand_messages, find_sender_switches, find_waits, parse_plan
+from reshard.plan import PlanTransfers, expand_messages, find_sender_changes, find_waits, parse_plan
 from reshard.planner import auto_strategy
 from reshard.planner.estimates import StrategyBounds
 from reshard.planner.multicast.chunk_workload import ChunkWorkload
@@ -64,7 +64,7 @@ def test_small_regions_with_one_tree_share_messages(strategy, receivers):
 def test_transfers_copy_their_arrays_and_are_read_only():
     given = make_plan(Layout(Mesh([0])), Layout(Mesh([1, 2]), "S0"), (8, 8), "int8").transfers
     columns = {name: getattr(given, name).copy() for name in given.__dataclass_fields__}
-    made = Transfers(**columns)
+    made = PlanTransfers(**columns)
     for name, column in columns.items():
         assert column.flags.writeable and not getattr(made, name).flags.writeable
         column += 1
@@ -118,7 +118,7 @@ def test_regions_are_broadcast_above_the_step_limit(steps, monkeypatch):
     monkeypatch.setattr(ChunkWorkload, "num_steps", steps)
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0, 1])), Layout(Mesh([2, 3])))
     problem = PlanProblem.of([spec], Topology((0, 1, 2, 3)))
-    assert isinstance(multicast(problem), Routes if steps > 2 * 10**9 else Transfers)
+    assert isinstance(multicast(problem), Routes if steps > 2 * 10**9 else PlanTransfers)
 
 
 def test_rotation_sends_directly_if_each_region_has_one_holder_and_receiver():
@@ -189,7 +189,7 @@ tensor 0 uint8 [9] from () on Mesh(ranks 0) to () on Mesh(0=5; ranks 1-5)
 """
 
 
-def test_find_waits_and_find_sender_switches_match_a_plan_by_hand():
+def test_find_waits_and_find_sender_changes_match_a_plan_by_hand():
     """Each host has two ranks. Transfer 4 uses the connection of transfer 0; neither rank of 8 can see the end of 0."""
     plan = parse_plan(ORDERED)
     waits = find_waits(plan)
@@ -198,11 +198,11 @@ def test_find_waits_and_find_sender_switches_match_a_plan_by_hand():
     assert [tuple(map(int, row)) for row in rows] == [
         (1, 1, 0, 1), (2, 3, 2, 0), (3, 3, 2, 0), (5, 0, 0, 1), (6, 1, 0, 1), (7, 2, 2, 0)
     ]  # fmt: skip
-    assert np.flatnonzero(find_sender_switches(plan)).tolist() == [2, 7]
+    assert np.flatnonzero(find_sender_changes(plan)).tolist() == [2, 7]
     other = parse_plan(ORDERED.replace("4 -> 5 splits 1 window 1 after 0", "4 -> 5 splits 1 window 1 after 1"))
-    columns = {name: getattr(other.transfers, name) for name in Transfers.__dataclass_fields__}
+    columns = {name: getattr(other.transfers, name) for name in PlanTransfers.__dataclass_fields__}
     with pytest.raises(PlanError, match="transfer 8 gets data from transfer 0, but does not come after it"):
-        Transfers(**columns | {"source": np.array([-1] * 8 + [0])})
+        PlanTransfers(**columns | {"source": np.array([-1] * 8 + [0])})
 
 
 def test_auto_compares_estimates_above_the_simulation_limit(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from reshard.planner.multicast.chunk_workload import ChunkWorkload, Nics, rows_of
-from reshard.planner.multicast.host_classes import LONGEST_CHAIN
+from reshard.planner.multicast.host_classes import LONGEST_CHAIN, MAX_CHILDREN
 from tests.reference.chunk_scheduler import ChunkSends
 
 #: Limit on pieces that a rank stages for other ranks. A rank that dropped a piece too early receives it again.
@@ -162,7 +162,7 @@ class RankAssignment:
         """Forward a piece inside a host along a chain, or a binary tree for many ranks, in cyclic order from the root."""
         later, before = [rank for rank in ranks if rank > root], [rank for rank in ranks if rank < root]
         nodes = [root, *later, *before]
-        children = 1 if len(nodes) <= LONGEST_CHAIN else 2
+        children = 1 if len(nodes) <= LONGEST_CHAIN else MAX_CHILDREN
         free_at = [when]  # earliest next send of each node
         is_relay = brought[root] >= 0 and root not in ranks  # it must free its buffer before the next arrival
         for i, rank in enumerate(nodes[1:]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from reshard.plan import Plan, find_sender_switches, recvs_ahead, tabulate_messages
+from reshard.plan import Plan, find_sender_changes, recvs_ahead, tabulate_messages
 
 
 class _Link:
@@ -53,7 +53,7 @@ def serial_seconds_python(plan: Plan) -> float:
     Links that many ports share pass several at once.
     """
     topology, messages = plan.topology, tabulate_messages(plan)
-    switches_sender = find_sender_switches(plan)
+    changes_sender = find_sender_changes(plan)
     links: dict[tuple[Any, ...], _Link] = defaultdict(_Link)
     started: dict[tuple[int, bool], float] = defaultdict(float)
     sent: dict[tuple[int, bool], list[float]] = defaultdict(list)
@@ -76,8 +76,8 @@ def serial_seconds_python(plan: Plan) -> float:
                 begin = max(begin, ends[-back])
         started[sender, a == b] = begin
         wait = topology.inside_latency_seconds if a == b else topology.latency_seconds
-        if topology.sender_switch_seconds and switches_sender[messages.transfer[i]] and messages.chunk[i] == 0:
-            wait += topology.sender_switch_seconds
+        if topology.sender_change_seconds and changes_sender[messages.transfer[i]] and messages.chunk[i] == 0:
+            wait += topology.sender_change_seconds
         out, into, *_ = path
         flows = links[into].first_free(links[out].first_free(begin) + wait)
         seconds = {link: float(messages.nbytes[i]) / rate for link, rate in path.items()}

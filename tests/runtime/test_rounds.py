@@ -447,7 +447,7 @@ def test_buffer_is_allocated_by_the_first_run_and_released():
     runner = runner_of(plan, 4)
     assert runner.nbytes > 0
     assert runner.allocated_bytes == 0
-    sides = [[None], [torch.zeros(plan.tensors[0].dst_shards.local_shape(4))]]
+    sides = [[None], [torch.zeros(plan.tensors[0].dst_tiles.local_shape(4))]]
     runner.run(*sides, lambda recvs, sends, broadcasts: None)
     assert runner.allocated_bytes == runner.nbytes
     runner.release()

@@ -23,8 +23,8 @@ from reshard.plan import expand_messages
 from reshard.planner import plan_tensors
 from reshard.runtime.transport import connections
 from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, one_f_one_b
+from reshard.scheduler.gradients.tied_params import TiedParameter, TiedParameters
 from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
-from reshard.scheduler.runtime.tied_params import TiedParameter, TiedParameters
 from reshard.testing.processes import run_processes
 from tests.scheduler.runtime.test_engine import make_data, make_modules, make_pipeline, run_rank, single_process
 from tests.support import stages_with_replicas as replicas

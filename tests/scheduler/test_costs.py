@@ -29,7 +29,7 @@ from reshard.scheduler import (
     zb_h1,
 )
 from reshard.scheduler.ir.actions import Action, Kind, StageChannel
-from reshard.scheduler.passes.edge_codecs import CodecChoice
+from reshard.scheduler.passes.edge_codecs import EdgeCodecs
 from reshard.scheduler.passes.transfer_overlap import apply_passes, block_transfers, defer_recvs
 from reshard.scheduler.schedules.classic import eager_1f1b
 from reshard.sharding.tensor_spec import TensorSpec
@@ -254,7 +254,7 @@ def test_stages_may_be_on_any_pp_ranks(pp_ranks):
 def test_a_choice_of_codecs_says_what_coding_each_channel_saves_or_would_save():
     there, back = StageChannel(0, 1, True), StageChannel(1, 0, False)
     schedule = gpipe(Pipeline.of_costs([1.0, 1.0], [2.0, 2.0], [0.5]), 2)
-    choice = CodecChoice({there: "int8x128"}, schedule, 2.0, 1.5, {there: 0.5, back: -0.001})
+    choice = EdgeCodecs({there: "int8x128"}, schedule, 2.0, 1.5, {there: 0.5, back: -0.001})
     assert str(choice).splitlines()[1:] == [
         "  0 -> 1 activations: int8x128, saves 0.5 s",
         "  1 -> 0 gradients: raw, because coding would save -0.001 s",

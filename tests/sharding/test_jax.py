@@ -12,13 +12,13 @@ CODE = """
 import numpy as np, jax
 from jax.sharding import Mesh as JaxMesh, NamedSharding, PartitionSpec as P
 from reshard import Layout, Mesh
-from reshard.sharding.tiles import cut_shards
+from reshard.sharding.tiles import cut_tiles
 jax_mesh = JaxMesh(np.array(jax.devices()).reshape(2, 4)[::-1], ("dp", "tp"))
 for spec in (P("dp", None), P(("tp", "dp")), P(), P(None, "tp", None)):
     layout = Layout(Mesh.from_jax(jax_mesh), spec)
     assert Layout(layout.mesh, layout.to_jax()) == layout
     for device, index in NamedSharding(jax_mesh, layout.to_jax()).devices_indices_map((8, 16, 4)).items():
-        (box, _), = cut_shards(layout, (8, 16, 4)).boxes_of(device.id)
+        (box, _), = cut_tiles(layout, (8, 16, 4)).boxes_of(device.id)
         assert [s.indices(n)[:2] for s, n in zip(index, (8, 16, 4))] == [tuple(b) for b in box]
 """
 

@@ -14,7 +14,7 @@ from reshard.errors import LayoutError, MeshError
 from reshard.formatting import format_ranks
 from reshard.sharding.mesh import MAX_AXES, MAX_MESH_RANKS, MAX_RANK, parse_ranks
 from reshard.sharding.spec import Strided
-from reshard.sharding.tiles import cut_shards, find_overlaps
+from reshard.sharding.tiles import cut_tiles, find_overlaps
 
 
 def test_meshes_at_their_limits_are_accepted_and_beyond_refused():
@@ -36,10 +36,10 @@ def test_meshes_at_their_limits_are_accepted_and_beyond_refused():
 
 def test_shapes_have_fewer_than_2_to_the_56_elements():
     whole = Layout(Mesh.of(1))
-    assert cut_shards(whole, (2**55, 1)).stop.tolist() == [[2**55, 1]]
-    assert cut_shards(whole, (2**55, 0)).local_shape(0) == (2**55, 0)
+    assert cut_tiles(whole, (2**55, 1)).stop.tolist() == [[2**55, 1]]
+    assert cut_tiles(whole, (2**55, 0)).local_shape(0) == (2**55, 0)
     with pytest.raises(LayoutError, match="fewer than"):
-        cut_shards(whole, (2**28, 2**28))
+        cut_tiles(whole, (2**28, 2**28))
 
 
 def test_with_ranks_replaces_ranks():
@@ -96,7 +96,7 @@ def test_join_error_compares_with_the_first_box():
 
 def test_empty_boxes_make_no_tiles():
     layout = RegionLayout({0: [[(0, 2), (0, 4)], [(2, 2), (0, 4)], [(2, 5), (0, 4)]], 1: [[(3, 3), (0, 4)]]})
-    shards = cut_shards(layout, (5, 4))
+    shards = cut_tiles(layout, (5, 4))
     assert [tuple(item) for item in shards.start] == [(0, 0), (2, 0)]
     assert shards.local_shape(0) == (5, 4) and shards.local_shape(1) == (0, 4)
     assert shards.pieces_of(0)[2].tolist() == [[0, 0], [2, 0]]  # the empty box takes no space
@@ -106,23 +106,23 @@ def test_empty_boxes_make_no_tiles():
 def test_repeated_region_of_a_rank_is_refused():
     box = [(0, 4)]
     with pytest.raises(LayoutError, match="rank 5 holds region"):
-        cut_shards(RegionLayout({2: [box], 5: [box, box], 7: [box]}), (4,))
+        cut_tiles(RegionLayout({2: [box], 5: [box, box], 7: [box]}), (4,))
 
 
 def test_number_of_cells_is_limited(monkeypatch):
     layout = RegionLayout({0: [[(0, 6)]], 1: [[(2, 8)]], 2: [[(4, 9)]]})  # 3 cells each: cut at 2, 4; 4, 6; 6, 8
     monkeypatch.setattr(reshard.sharding.tiles, "MAX_CELLS", 9)
-    assert len(cut_shards(layout, (9,)).start) == 5
+    assert len(cut_tiles(layout, (9,)).start) == 5
     monkeypatch.setattr(reshard.sharding.tiles, "MAX_CELLS", 8)
     with pytest.raises(LayoutError, match="more than 8 cells"):
-        cut_shards(layout, (9,))
+        cut_tiles(layout, (9,))
 
 
 def test_split_factors_above_the_dim_size_are_equivalent():
     """Split factors of at least 3 cut a dim of size 3 into single elements."""
     mesh = Mesh.of((2, 2), axes=["a", "b"])
     shapes = {
-        factor: [cut_shards(Layout(mesh, (("b", Strided("a", factor)),)), (3,)).local_shape(rank) for rank in range(4)]
+        factor: [cut_tiles(Layout(mesh, (("b", Strided("a", factor)),)), (3,)).local_shape(rank) for rank in range(4)]
         for factor in (1, 3, 4, 64)
     }
     assert shapes[3] == shapes[4] == shapes[64]
@@ -143,9 +143,9 @@ def test_split_factors_must_be_positive_integers(factor):
 def test_number_of_strided_pieces_is_limited(monkeypatch):
     monkeypatch.setattr(reshard.sharding.dim_cuts, "MAX_PIECES", 8)
     layout = Layout(Mesh.of("2"), (Strided("0", 4),))
-    assert cut_shards(layout, (8,)).local_shape(1) == (4,)
+    assert cut_tiles(layout, (8,)).local_shape(1) == (4,)
     with pytest.raises(LayoutError, match="split factor of 5 over 2 ranks makes more than 8 pieces"):
-        cut_shards(Layout(Mesh.of("2"), (Strided("0", 5),)), (16,))
+        cut_tiles(Layout(Mesh.of("2"), (Strided("0", 5),)), (16,))
 
 
 @pytest.mark.parametrize("rank", ["1", True, 1.0])
@@ -184,7 +184,7 @@ def test_disjoint_boxes_are_not_cut():
     layout = RegionLayout(
         {0: [((0, 4), (0, 2))], 1: [((4, 8), (0, 2))], 2: [((6, 10), (0, 2))], 3: [((10, 12), (0, 2))]}
     )
-    cut = cut_shards(layout, (12, 2))
+    cut = cut_tiles(layout, (12, 2))
     assert cut.start[:, 0].tolist() == [0, 4, 6, 8, 10]
     assert cut.stop[:, 0].tolist() == [4, 6, 8, 10, 12]
 

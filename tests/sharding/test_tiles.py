@@ -14,7 +14,7 @@ from reshard import Layout, Mesh, RegionLayout
 from reshard.errors import LayoutError
 from reshard.sharding.spec import Strided
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.sharding.tiles import cut_shards
+from reshard.sharding.tiles import cut_tiles
 from reshard.sharding.unit_tasks import cut_unit_tasks
 from tests.support.random_problems import random_problem
 from tests.support.strategies_of_cases import cases
@@ -22,7 +22,7 @@ from tests.support.strategies_of_cases import cases
 
 def test_boxes_of_different_ranks_may_partly_overlap():
     layout = RegionLayout({0: [[(0, 6), (0, 4)]], 1: [[(3, 9), (2, 4)], [(9, 10), (2, 4)]]})
-    shards = cut_shards(layout, (10, 4))
+    shards = cut_tiles(layout, (10, 4))
     found = {}
     for rank in (0, 1):
         for start, stop, local in zip(*shards.pieces_of(rank), strict=True):
@@ -50,7 +50,7 @@ def test_boxes_of_different_ranks_may_partly_overlap():
 )
 def test_is_strided_is_known_for_simple_layouts(src, dst, strided):
     mesh, other = Mesh.of("2x2x2"), Mesh.of("2x2x2", first_rank=8)
-    tasks = cut_unit_tasks(cut_shards(Layout(mesh, src), (4, 4, 4)), cut_shards(Layout(other, dst), (4, 4, 4)))
+    tasks = cut_unit_tasks(cut_tiles(Layout(mesh, src), (4, 4, 4)), cut_tiles(Layout(other, dst), (4, 4, 4)))
     assert tasks.is_strided.all() == tasks.is_strided.any() == strided
     assert (tasks.holders >= 0).all() and (tasks.destinations >= 8).all()
 
@@ -58,7 +58,7 @@ def test_is_strided_is_known_for_simple_layouts(src, dst, strided):
 @pytest.mark.parametrize("seed", range(40))
 def test_is_strided_matches_numpy_contiguity(seed):
     src, dst, shape, _ = random_problem(seed)
-    tasks = cut_unit_tasks(cut_shards(src, shape), cut_shards(dst, shape))
+    tasks = cut_unit_tasks(cut_tiles(src, shape), cut_tiles(dst, shape))
     for index in range(len(tasks)):
         is_contiguous = []
         for shards, tile in ((tasks.src, tasks.src_tile[index]), (tasks.dst, tasks.dst_tile[index])):
@@ -88,7 +88,7 @@ def test_to_jax_round_trips(monkeypatch):
 
 
 def test_find_returns_only_boxes_inside_one_tile():
-    shards = cut_shards(RegionLayout({0: [[(0, 4), (0, 6)], [(6, 8), (0, 6)]]}), (8, 6))  # local array: 6 x 6
+    shards = cut_tiles(RegionLayout({0: [[(0, 4), (0, 6)], [(6, 8), (0, 6)]]}), (8, 6))  # local array: 6 x 6
     boxes = np.array([[(1, 3), (2, 6)], [(6, 8), (0, 1)], [(3, 5), (0, 6)], [(5, 7), (0, 6)], [(4, 6), (0, 6)]])
     assert shards.find(0, boxes[:, :, 0], boxes[:, :, 1]) == [
         (slice(1, 3), slice(2, 6)),
@@ -104,7 +104,7 @@ def test_layout_regions_and_shapes_match_shards(case):
     """Computed for one rank, they equal those from the table of all tiles."""
     shape, src, dst, _ = case
     for layout in (src, dst):
-        shards = cut_shards(layout, shape)
+        shards = cut_tiles(layout, shape)
         for rank in layout.ranks:
             regions = layout.regions(shape, rank)
             volume = sum(math.prod(stop - start for start, stop in box) for box in regions)

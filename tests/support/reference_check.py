@@ -80,9 +80,9 @@ def check_plan(plan: Plan) -> None:
     received: dict[tuple[int, int], _Held] = {}
     for tensor, spec in enumerate(plan.tensors):
         for rank in spec.src.ranks:
-            holds[rank, tensor] = _Held.of(*spec.src_shards.pieces_of(rank)[:2])
+            holds[rank, tensor] = _Held.of(*spec.src_tiles.pieces_of(rank)[:2])
         for rank in spec.dst.ranks:
-            needs[rank, tensor] = _Held.of(*spec.dst_shards.pieces_of(rank)[:2])
+            needs[rank, tensor] = _Held.of(*spec.dst_tiles.pieces_of(rank)[:2])
     num_received: dict[tuple[int, int], int] = {}
     staged: dict[int, tuple[int, int]] = {}  # message id -> (receiver, bytes not needed there)
     last_use: dict[int, int] = {}

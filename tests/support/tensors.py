@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 import reshard
-from reshard.sharding.tiles import cut_shards
+from reshard.sharding.tiles import cut_tiles
 
 
 def whole_tensor(shape, dtype=torch.int64):
@@ -27,7 +27,7 @@ def take_shard(layout, rank, whole):
     """The shard of a rank, cut from the whole tensor; None if the rank is not in the layout."""
     if rank not in layout.ranks:
         return None
-    shards = cut_shards(layout, tuple(whole.shape))
+    shards = cut_tiles(layout, tuple(whole.shape))
     shape = shards.local_shape(rank)
     array = np.zeros(shape, whole.dtype) if isinstance(whole, np.ndarray) else torch.zeros(shape, dtype=whole.dtype)
     for box, local in shards.boxes_of(rank):

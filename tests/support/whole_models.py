@@ -13,8 +13,8 @@ from torch import nn
 import reshard.scheduler as rs
 from reshard.formatting import unwrapped_name
 from reshard.parallel import plain_state_dict
-from reshard.scheduler.pipe.partition.batches import name_batch, outline_batch
-from reshard.scheduler.pipe.partition.stage_graph import FakeModel
+from reshard.scheduler.model_stages.partition.batches import name_batch, outline_batch
+from reshard.scheduler.model_stages.partition.stage_graph import FakeModel
 from reshard.testing import run_processes
 
 

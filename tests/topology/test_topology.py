@@ -302,7 +302,7 @@ def test_omitted_latencies_default_to_tcp():
         default,
         free,
         replace(default, inside_latency_seconds=0),
-        replace(free, sender_switch_seconds=1e-4),
+        replace(free, sender_change_seconds=1e-4),
     ):
         assert topology_from_json(topology_to_json(topology)) == topology
         plan = make_plan(src, dst, (8,), "int8", topology=topology)

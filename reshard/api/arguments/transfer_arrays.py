@@ -22,7 +22,7 @@ from reshard.sharding import AnyLayout, TensorSpec
 
 def shard_shapes(plan: Plan, rank: int, side: str) -> list[tuple[int, ...] | None]:
     """The shapes of a rank's shards on one side of a plan, of the plain values of encoded tensors."""
-    shards = [spec.plain.src_shards if side == "src" else spec.plain.dst_shards for spec in plan.tensors]
+    shards = [spec.plain.src_tiles if side == "src" else spec.plain.dst_tiles for spec in plan.tensors]
     return [shard.local_shape(rank) if rank in shard.layout.ranks else None for shard in shards]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from reshard.coordination import Group
 from reshard.errors import ArgumentError
-from reshard.sharding import AnyLayout, Layout, Mesh, cut_shards, find_overlaps
+from reshard.sharding import AnyLayout, Layout, Mesh, cut_tiles, find_overlaps
 
 
 def is_dtensor(value: Any) -> bool:
@@ -51,7 +51,7 @@ def check_same_layout(own: Layout, given: AnyLayout, shape: Sequence[int], rank:
     if own == given:
         return
     if own.ranks == given.ranks or set(own.ranks) == set(given.ranks):
-        ours, theirs = (cut_shards(layout, shape) for layout in (own, given))
+        ours, theirs = (cut_tiles(layout, shape) for layout in (own, given))
         if rank not in own.ranks or (
             ours.local_shape(rank) == theirs.local_shape(rank)
             and _same_elements(ours.pieces_of(rank), theirs.pieces_of(rank))

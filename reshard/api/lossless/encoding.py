@@ -17,7 +17,7 @@ from reshard.codecs.delta import HEADER_BYTES, word_width
 from reshard.codecs.formats import FORMATS, decode_piece
 from reshard.codecs.raw_bytes import write_into
 
-Shards = Mapping[str, torch.Tensor]
+ShardsByName = Mapping[str, torch.Tensor]
 
 #: Bytes of a piece of a region; a multiple of the blocks of all codecs.
 PIECE_BYTES = 2**20
@@ -74,8 +74,8 @@ def find_capacities(sizes: Mapping[str, int], held: Mapping[str, int]) -> dict[s
 
 def encode_bucket(
     bucket: Bucket,
-    tensors: Shards,
-    base: Shards | None,
+    tensors: ShardsByName,
+    base: ShardsByName | None,
     codec: str = "delta",
     *,
     with_digest: bool = True,
@@ -132,7 +132,7 @@ def _enlarged(buffer: np.ndarray, used: int, nbytes: int) -> np.ndarray:
 
 
 def decode_bucket(
-    bucket: Bucket, data: np.ndarray, out: Shards, side: str = "dst", *, with_digest: bool = True
+    bucket: Bucket, data: np.ndarray, out: ShardsByName, side: str = "dst", *, with_digest: bool = True
 ) -> int | None:
     """Write the regions of a bucket to shards that hold the base of its differences.
 
@@ -161,7 +161,7 @@ def decode_bucket(
     return hasher.intdigest() if with_digest else None
 
 
-def digest_regions(bucket: Bucket, shards: Shards, side: str) -> int:
+def digest_regions(bucket: Bucket, shards: ShardsByName, side: str) -> int:
     """The digest of the plain bytes of a bucket's regions in the shards of one side."""
     hasher = xxhash.xxh3_64()
     for view in bucket.views(shards, side):

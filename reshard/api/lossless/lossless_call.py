@@ -10,7 +10,7 @@ from typing import Any
 from reshard.api.arguments.options import is_fault_tolerant
 from reshard.api.arguments.transfer_arrays import find_target, wrap_results
 from reshard.api.arrays.memory_in_use import note_wait
-from reshard.api.lossless.lossless_transfer import CallArrays, LosslessReport, LosslessTransfer
+from reshard.api.lossless.lossless_transfer import CallArrays, EncodingReport, LosslessTransfer
 from reshard.api.preparation.agreed_plan import AgreedPlan
 from reshard.api.preparation.agreement import Agreement
 from reshard.api.preparation.prepare import agree_on_plan
@@ -36,7 +36,7 @@ class PreparedBuckets:
 
     agreement: Agreement
     transfer: LosslessTransfer
-    report: LosslessReport
+    report: EncodingReport
     agreed: AgreedPlan | None
     lost: frozenset[int]
 
@@ -87,7 +87,7 @@ def start_lossless(prepared: PreparedBuckets) -> Handle:
     try:
         sent, received = transfer.arrays()
         targets = [
-            find_target(item, spec.dst_shards.local_shape(rank) if rank in spec.dst.ranks else None, decision, rank)
+            find_target(item, spec.dst_tiles.local_shape(rank) if rank in spec.dst.ranks else None, decision, rank)
             for item, spec in zip(inputs.items, agreement.tensors, strict=True)
         ]
     except Exception as error:  # for example out of memory; the other ranks wait for this one
@@ -146,7 +146,7 @@ class RecoveredLosslessHandle(FaultTolerantHandle):
         self,
         inner: Handle,
         recovery: Recovery,
-        report: LosslessReport,
+        report: EncodingReport,
         complete: Callable[[], None],
         explain: Callable[[ReshardError], ReshardError],
         finish: Callable[[], Any],

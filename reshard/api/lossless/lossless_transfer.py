@@ -40,7 +40,7 @@ ArraysOrNone = Mapping[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class LosslessReport:
+class EncodingReport:
     """The way in which a call sent its tensors; the same on all ranks.
 
     Attributes:
@@ -113,7 +113,7 @@ class LosslessTransfer:
         self._entries: dict[str, tuple[int, int | None, int]] = {}
         self._kept = "every out is unchanged"
 
-    def offer(self, failure: Exception | None = None) -> LosslessReport:
+    def offer(self, failure: Exception | None = None) -> EncodingReport:
         """Agree on the base, encode this rank's buckets, and agree on their sizes.
 
         Args:
@@ -136,7 +136,7 @@ class LosslessTransfer:
         self._buckets = self._find_survivors()
         self._entries = self._agree_on_buckets(reports)
         plain = sum(bucket.nbytes for bucket in self._buckets.values())
-        return LosslessReport(base, because, sum(size for size, _, _ in self._entries.values()), plain)
+        return EncodingReport(base, because, sum(size for size, _, _ in self._entries.values()), plain)
 
     @property
     def is_idle(self) -> bool:

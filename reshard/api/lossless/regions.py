@@ -51,7 +51,7 @@ def find_buckets(specs: Sequence[TensorSpec], rank: int) -> dict[str, Bucket]:
         tasks = spec.tasks
         sides = [
             shards.find(rank, tasks.start, tasks.stop) if rank in shards.layout.ranks else [None] * len(tasks)
-            for shards in (spec.src_shards, spec.dst_shards)
+            for shards in (spec.src_tiles, spec.dst_tiles)
         ]
         for i, (src, dst) in enumerate(zip(*sides, strict=True)):
             key = _ranks(tasks.holders[i]), _ranks(tasks.destinations[i])

@@ -32,7 +32,7 @@ from reshard.coordination import (
     publish_interruption,
     resolve_partial,
 )
-from reshard.plan import Plan, Transfers, ranks_of
+from reshard.plan import Plan, PlanTransfers, ranks_of
 from reshard.planner import estimate_planning_seconds, plan_tensors, restore_plan
 from reshard.runtime.memory_file import map_memory_file, name_machine, open_memory_file, write_memory_file
 from reshard.sharding import TensorSpec
@@ -42,7 +42,7 @@ from reshard.topology import Topology
 SHARED_FROM_SECONDS = 0.05
 #: On a busy machine, a plan may take this many times the estimate before the other ranks give up.
 _PATIENCE = 50
-#: Arrays that :class:`Transfers` derives from its fields, and that every rank needs.
+#: Arrays that :class:`PlanTransfers` derives from its fields, and that every rank needs.
 _DERIVED = ("first_box", "num_boxes", "num_chunks", "first_message", "transfer_of_edge")
 _SIZE = struct.Struct("<q")
 
@@ -195,7 +195,7 @@ def _write(plan: Plan) -> tuple[int, int, int]:
     Raises:
         OSError: there is too little memory.
     """
-    arrays = {name: getattr(plan.transfers, name) for name in (*Transfers.__dataclass_fields__, *_DERIVED)}
+    arrays = {name: getattr(plan.transfers, name) for name in (*PlanTransfers.__dataclass_fields__, *_DERIVED)}
     arrays["message_bytes"] = plan.message_bytes
     ends = np.cumsum([0, *(array.nbytes for array in arrays.values())]).tolist()
     digest = xxhash.xxh3_64()
@@ -225,9 +225,9 @@ def _map(file: Sequence[int], tensors: Sequence[TensorSpec], topology: Topology 
     if xxhash.xxh3_64(mapped[: -_SIZE.size - size].data).intdigest() != contents["digest"]:
         raise OSError("the file of a plan has changed")
     arrays = {name: _view(mapped, shape, begin) for name, shape, begin in contents["arrays"]}
-    fields = {name: arrays[name] for name in Transfers.__dataclass_fields__}
+    fields = {name: arrays[name] for name in PlanTransfers.__dataclass_fields__}
     plan = restore_plan(
-        tensors, contents["strategy"], Transfers.unchecked(**fields), topology=topology, staging_bytes=staging_bytes
+        tensors, contents["strategy"], PlanTransfers.unchecked(**fields), topology=topology, staging_bytes=staging_bytes
     )
     # the planner has derived these values from the same bytes
     vars(plan.transfers).update({name: arrays[name] for name in _DERIVED})

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from reshard.api.lossless.lossless_transfer import LosslessReport
+from reshard.api.lossless.lossless_transfer import EncodingReport
 from reshard.coordination import NCCL_ROOT_CAUSE_GRACE_SECONDS, CallGroup, Monitor, keep_exceptions_local
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
 from reshard.forks import call_at_exit, call_in_child
@@ -330,7 +330,7 @@ class LosslessHandle(ConfirmedHandle):
     def __init__(
         self,
         inner: Handle,
-        report: LosslessReport,
+        report: EncodingReport,
         complete: Callable[[ReshardError | None], None],
         finish: Callable[[], Any],
     ) -> None:

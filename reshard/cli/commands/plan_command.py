@@ -174,8 +174,8 @@ def _print_plan(
         title: the heading of a page.
         plan_auto: makes the plan of ``auto``, if another strategy was named.
     """
-    from reshard.cli.html_report import plan_to_html
     from reshard.cli.plan_description import describe_plan
+    from reshard.cli.plan_page.html_report import plan_to_html
 
     if form == "json":
         _print_json(plan, rank)

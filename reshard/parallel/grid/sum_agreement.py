@@ -83,23 +83,23 @@ class SumAgreement:
             DisagreementError: the ranks do different things, or with different gradients; on all ranks.
             RemoteError: the backward of a rank failed; or a rank made no call within the time-out.
         """
-        rows = self._start(call, sums_hash, value).wait().tolist()
+        reports = self._start(call, sums_hash, value).wait().tolist()  # [call, hash, value] of each rank
         ranks_of: dict[SumCall, list[int]] = {}
-        for rank, row in zip(self._axis.ranks, rows, strict=True):
-            ranks_of.setdefault(_CALLS[row[0]], []).append(rank)
+        for rank, (number_of_call, _, _) in zip(self._axis.ranks, reports, strict=True):
+            ranks_of.setdefault(_CALLS[number_of_call], []).append(rank)
         failed = ranks_of.get(SumCall.FAILED)
         if failed:
             raise RemoteError(f"{describe_ranks(failed)} {SumCall.FAILED.value}")
         if len(ranks_of) > 1:
             done = ", but ".join(f"{describe_ranks(ranks)} {item.value}" for item, ranks in ranks_of.items())
             raise DisagreementError(f"{done}; all ranks of a grid must call the same function in each step")
-        for rank, row in zip(self._axis.ranks, rows, strict=True):
-            if row[1] != rows[0][1]:
+        for rank, (_, hash_of_rank, _) in zip(self._axis.ranks, reports, strict=True):
+            if hash_of_rank != reports[0][1]:
                 raise DisagreementError(
                     f"{describe_ranks([self._axis.ranks[0], rank])} sum the gradients of different models: names, "
                     "shapes or dtypes of their parameters differ"
                 )
-        return max(row[2] for row in rows)
+        return max(value_of_rank for _, _, value_of_rank in reports)
 
     def report_failure(self) -> None:
         """Let the other ranks know, in their next call, that the backward of this rank failed. Does not wait."""

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from reshard.ragged import NO_RANK
-from reshard.sharding import Layout, Shards, axis_of, locate_points
+from reshard.sharding import Layout, Tiles, axis_of, locate_points
 
 _U64 = np.uint64
 
@@ -50,7 +50,7 @@ class Marks:
 class Owners:
     """The ranks that own boxes of one side of a tensor. An owner is an index into ``ranks``, which ascend."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: Tiles) -> None:
         self._shards = shards
         self.ranks = np.array(sorted(shards.layout.ranks), dtype=np.int64)
 
@@ -138,7 +138,7 @@ def add_by(group: np.ndarray, values: np.ndarray, num_groups: int) -> np.ndarray
     return total
 
 
-def describe_pieces(shards: Shards, rank: int, start: Sequence[int], stop: Sequence[int]) -> tuple[int, int]:
+def describe_pieces(shards: Tiles, rank: int, start: Sequence[int], stop: Sequence[int]) -> tuple[int, int]:
     """The number of tiles of a rank that a box overlaps, and the number of elements that they share."""
     tile_start, tile_stop, _ = shards.pieces_of(rank)
     size = np.minimum(tile_stop, np.array(stop)) - np.maximum(tile_start, np.array(start))

@@ -11,7 +11,7 @@ from reshard.plan.check.box_owners import Owners
 from reshard.plan.value.messages import MessageTable, cut_chunks, find_gathered_boxes, name_box, tabulate_messages
 from reshard.plan.value.plan import Plan
 from reshard.plan.value.transfers import GATHERED
-from reshard.sharding import Shards, format_box
+from reshard.sharding import Tiles, format_box
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ class SideOwners:
             layout = getattr(spec, side)
             kind = number.setdefault((layout, spec.shape), len(self.owners))
             if kind == len(self.owners):
-                shards: Shards = spec.src_shards if side == "src" else spec.dst_shards
+                shards: Tiles = spec.src_tiles if side == "src" else spec.dst_tiles
                 self.owners.append(Owners(shards))
                 self.tensors.append([])
             self.tensors[kind].append(tensor)

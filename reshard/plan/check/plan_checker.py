@@ -190,7 +190,7 @@ class _PlanReplay:
     def _fault_outside(self, row: int) -> None:
         boxes, rank = self._boxes, int(self._boxes.receiver[row])
         tensor, start, stop = boxes.box_of(row)
-        count, shared = describe_pieces(self._plan.tensors[tensor].dst_shards, rank, start, stop)
+        count, shared = describe_pieces(self._plan.tensors[tensor].dst_tiles, rank, start, stop)
         numel = boxes.numel[boxes.piece[row]]
         self._fault(
             row,
@@ -242,7 +242,7 @@ class _PlanReplay:
             if owners.is_grid or not len(mine):
                 continue
             for tensor in np.unique(boxes.tensor[boxes.piece[mine]]).tolist():
-                shards = self._plan.tensors[tensor].dst_shards
+                shards = self._plan.tensors[tensor].dst_tiles
                 own = mine[boxes.tensor[boxes.piece[mine]] == tensor]
                 tile, owner = owners.tiles_of(np.unique(self._owner[own]))
                 start, stop = (np.full((len(tile), ndim), index, dtype=np.int64) for index in (0, 1))
@@ -306,7 +306,7 @@ class _PlanReplay:
         boxes, rank, source = self._boxes, int(self._boxes.sender[row]), int(self._boxes.source[row])
         tensor, start, stop = boxes.box_of(row)
         numel = int(boxes.numel[boxes.piece[row]])
-        if source < 0 and describe_pieces(self._plan.tensors[tensor].src_shards, rank, start, stop)[1] == numel:
+        if source < 0 and describe_pieces(self._plan.tensors[tensor].src_tiles, rank, start, stop)[1] == numel:
             self._faults.append((row, f"{boxes.name(row)} is not inside one tile that rank {rank} holds"))
             return
         earlier = boxes.rows_to(rank, tensor)
@@ -360,7 +360,7 @@ class _PlanReplay:
             row = int(overlapping[overlapping > twice[0]][0])
             again = boxes.shared(rows[rows < row], row).sum()
             raise PlanError(f"{boxes.name(row)} delivers {again} elements to rank {rank} a second time")
-        start, stop, _ = spec.dst_shards.pieces_of(rank)
+        start, stop, _ = spec.dst_tiles.pieces_of(rank)
         needed = (stop - start).prod(axis=1, dtype=np.int64).sum()
         name = f" of {spec.name}" if spec.name is not None else ""
         raise PlanError(f"rank {rank} needs {needed} elements{name}, but is sent {boxes.numel[piece].sum()}")

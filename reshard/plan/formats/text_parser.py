@@ -15,7 +15,7 @@ from reshard.errors import PlanError, ReshardError
 from reshard.plan.value.plan import Plan
 from reshard.plan.value.rotation_plan import ROTATION, RotationPlan
 from reshard.plan.value.text_writer import LATENCIES
-from reshard.plan.value.transfers import GATHERED, Transfers
+from reshard.plan.value.transfers import GATHERED, PlanTransfers
 from reshard.sharding import (
     AnyLayout,
     Box,
@@ -124,11 +124,11 @@ def _check_moves(plan: Plan) -> None:
     if len(plan.transfers):
         return
     for spec in plan.tensors:
-        if len(spec.dst_shards.start):
+        if len(spec.dst_tiles.start):
             name = f" of {spec.name}" if spec.name is not None else ""
             raise PlanError(
-                f"the plan has no transfers, but rank {spec.dst_shards.ranks[0, 0]} needs "
-                f"{spec.dst_shards.numel[0]} elements{name}"
+                f"the plan has no transfers, but rank {spec.dst_tiles.ranks[0, 0]} needs "
+                f"{spec.dst_tiles.numel[0]} elements{name}"
             )
 
 
@@ -218,7 +218,7 @@ def _parse_transfer(match: re.Match[str], tensors: Sequence[TensorSpec]) -> Tran
     return TransferRow(int(match[1]), boxes, edges, splits, int(match[5]), sources, is_gathered, after)
 
 
-def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
+def build_transfers(rows: Sequence[TransferRow], ndim: int) -> PlanTransfers:
     """Convert parsed transfers to arrays. ``ndim`` is the largest number of dims of any tensor.
 
     Raises:
@@ -252,7 +252,7 @@ def build_transfers(rows: Sequence[TransferRow], ndim: int) -> Transfers:
                 raise PlanError(f"message {ident} is not the first of a transfer before message {row.first_message}")
         after.append([row_of_message[ident] for ident in named])
         row_of_message[row.first_message] = i
-    return Transfers(
+    return PlanTransfers(
         box_offsets=np.cumsum([0] + [len(row.boxes) for row in rows]),
         box_tensor=np.array([tensor for tensor, _ in boxes], dtype=np.int64),
         box_start=start,

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from reshard.plan.value.port_order import PortOrder
-from reshard.sharding import Shards, TensorSpec
+from reshard.sharding import TensorSpec, Tiles
 from reshard.topology import MAX_NICS, Topology
 
 
@@ -65,8 +65,8 @@ class EvenExchange:
         nic_of: ``(ranks,)`` NICs, numbered over all hosts.
     """
 
-    src: Shards
-    dst: Shards
+    src: Tiles
+    dst: Tiles
     holders: np.ndarray
     groups: np.ndarray
     src_number: np.ndarray
@@ -77,7 +77,7 @@ class EvenExchange:
     @classmethod
     def of(cls, spec: TensorSpec, topology: Topology) -> EvenExchange | None:
         """The exchange of a tensor; None if the grids or the hosts are not even, or a host holds and needs data."""
-        src, dst = spec.src_shards, spec.dst_shards
+        src, dst = spec.src_tiles, spec.dst_tiles
         if not _are_even(src, dst) or topology.pods:
             return None
         host = topology.host_array
@@ -289,7 +289,7 @@ class EvenExchange:
         return OwnMessages(key, source, sender, receiver, lane, start, stop)
 
 
-def _are_even(src: Shards, dst: Shards) -> bool:
+def _are_even(src: Tiles, dst: Tiles) -> bool:
     """Whether each dim is cut into equal parts on both sides, and the parts of one side divide those of the other."""
     if src.cuts is None or dst.cuts is None or 0 in src.shape:
         return False

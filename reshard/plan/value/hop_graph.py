@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard.plan.value.transfers import GATHERED, Transfers
+from reshard.plan.value.transfers import GATHERED, PlanTransfers
 
 if TYPE_CHECKING:
     import networkx as nx
 
 
-def build_hop_graph(transfers: Transfers, message_bytes: np.ndarray, host: np.ndarray) -> nx.DiGraph:
+def build_hop_graph(transfers: PlanTransfers, message_bytes: np.ndarray, host: np.ndarray) -> nx.DiGraph:
     """The hops of transfers and their dependencies; see :meth:`Plan.to_networkx`.
 
     Args:

@@ -11,7 +11,7 @@ import numpy as np
 
 from reshard.plan.value.plan import Plan
 from reshard.plan.value.rotation_plan import ROTATION_INSIDE_WINDOW, RotationPlan
-from reshard.plan.value.transfers import GATHERED, Transfers
+from reshard.plan.value.transfers import GATHERED, PlanTransfers
 from reshard.ragged import ranges
 
 
@@ -154,7 +154,7 @@ def _parent_edges(plan: Plan) -> np.ndarray:
     return parents
 
 
-def find_gathered_boxes(transfers: Transfers, chosen: np.ndarray) -> np.ndarray:
+def find_gathered_boxes(transfers: PlanTransfers, chosen: np.ndarray) -> np.ndarray:
     """The id of the box that brings each box of gathered transfers to their sender; -1 if the sender holds the box.
 
     Args:
@@ -184,11 +184,11 @@ def find_gathered_boxes(transfers: Transfers, chosen: np.ndarray) -> np.ndarray:
 
 
 def cut_chunks(
-    transfers: Transfers, transfer: np.ndarray, chunk: np.ndarray, box: np.ndarray
+    transfers: PlanTransfers, transfer: np.ndarray, chunk: np.ndarray, box: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """``(start, stop)``, each ``(n, ndim)``: chunk ``chunk[i]`` of box ``box[i]``, which is in ``transfer[i]``.
 
-    Cuts like :meth:`Transfers.chunk_box`.
+    Cuts like :meth:`PlanTransfers.chunk_box`.
     """
     start, stop = transfers.box_start[box], transfers.box_stop[box]
     cut = np.flatnonzero(transfers.num_chunks[transfer] > 1)
@@ -301,7 +301,7 @@ def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
                 )
 
 
-def _list_gathered(transfers: Transfers, rank: int | None) -> dict[int, tuple[int | None, ...]]:
+def _list_gathered(transfers: PlanTransfers, rank: int | None) -> dict[int, tuple[int | None, ...]]:
     """:attr:`Message.gathered` of all gathered transfers, or of the gathered transfers of one rank."""
     chosen = np.flatnonzero(transfers.source == GATHERED)
     if rank is not None:

@@ -38,7 +38,7 @@ class Waits:
     is_sent: np.ndarray
 
 
-def find_sender_switches(plan: Plan) -> np.ndarray:
+def find_sender_changes(plan: Plan) -> np.ndarray:
     """``(transfers,)`` bool: whether a transfer waits at its receiver for that of another sender to end."""
     waits = find_waits(plan)
     receiver = plan.transfers.receiver[plan.transfers.edge_offsets[:-1]]

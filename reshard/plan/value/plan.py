@@ -18,7 +18,7 @@ from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import compare_names, count_of
 from reshard.plan.value.hop_graph import build_hop_graph
 from reshard.plan.value.text_writer import format_tensor, format_topology, format_transfer
-from reshard.plan.value.transfers import Transfers
+from reshard.plan.value.transfers import PlanTransfers
 from reshard.ragged import hash_rows
 from reshard.sharding import MAX_RANK, TensorSpec
 from reshard.topology import Topology, topology_to_json
@@ -66,7 +66,7 @@ class Plan(Drawn):
     tensors: tuple[TensorSpec, ...]
     topology: Topology
     strategy: str
-    transfers: Transfers
+    transfers: PlanTransfers
     staging_bytes: int = DEFAULT_STAGING_BYTES
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class Plan(Drawn):
         topology = {name: value for name, value in topology_to_json(self.topology).items() if value != 0}
         header = [[str(spec) for spec in self.tensors], topology, self.strategy, self.staging_bytes]
         digest.update(json.dumps(header).encode())
-        for name in Transfers.__dataclass_fields__:
+        for name in PlanTransfers.__dataclass_fields__:
             array = getattr(self.transfers, name)
             if name in ("after_offsets", "after", "source") and not len(self.transfers.after):
                 continue

@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError, PlanError
 from reshard.plan.value.even_exchange import EvenExchange, KeyRange, OwnMessages
 from reshard.plan.value.plan import DEFAULT_STAGING_BYTES, Plan, mark_sound, ranks_of
 from reshard.plan.value.rotation_loads import RotationLoads
-from reshard.plan.value.transfers import Transfers
+from reshard.plan.value.transfers import PlanTransfers
 from reshard.sharding import TensorSpec, check_integer, check_tensors
 from reshard.topology import MAX_NICS, Topology, topology_to_json
 
@@ -177,7 +177,7 @@ class RotationPlan(Plan):
         return [exchange.own_messages(rank, keys) for exchange, keys in pairs]
 
     @cached_property
-    def transfers(self) -> Transfers:  # type: ignore[override]
+    def transfers(self) -> PlanTransfers:  # type: ignore[override]
         """All messages, as one transfer each.
 
         Raises:
@@ -208,7 +208,7 @@ class RotationPlan(Plan):
             np.concatenate([brings[brings >= 0], earlier]),
         )
         by_later = np.lexsort((earlier, later))
-        return Transfers(
+        return PlanTransfers(
             box_offsets=np.arange(len(key) + 1),
             box_tensor=tensor_of[order],
             box_start=start[order],

@@ -31,7 +31,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from reshard.plan.value.transfers import GATHERED, Transfers
+from reshard.plan.value.transfers import GATHERED, PlanTransfers
 from reshard.sharding import TensorSpec, format_box
 from reshard.topology import Topology, topology_to_json
 
@@ -58,13 +58,13 @@ def format_tensor(number: int, spec: TensorSpec) -> list[str]:
 
 def _encoded_bytes(spec: TensorSpec) -> int:
     """The most bytes that a rank allocates for the encoding of its source and destination shards."""
-    sides = (spec.src_shards, spec.dst_shards)
+    sides = (spec.src_tiles, spec.dst_tiles)
     ranks = {rank for side in sides for rank in side.layout.ranks}
     held = ([math.prod(side.local_shape(rank)) for side in sides if rank in side.layout.ranks] for rank in ranks)
     return max(map(sum, held)) * spec.itemsize
 
 
-def format_transfer(tensors: Sequence[TensorSpec], transfers: Transfers, transfer: int) -> str:
+def format_transfer(tensors: Sequence[TensorSpec], transfers: PlanTransfers, transfer: int) -> str:
     """The line of a transfer, such as ``0: t0 [0:4, 0:1] 0 -> 2 splits 1x1 window 4``."""
     boxes = []
     first = int(transfers.first_box[transfer])
@@ -80,7 +80,7 @@ def format_transfer(tensors: Sequence[TensorSpec], transfers: Transfers, transfe
     )
 
 
-def _format_dependencies(transfers: Transfers, transfer: int) -> str:
+def _format_dependencies(transfers: PlanTransfers, transfer: int) -> str:
     """The optional end of a line, such as `` from 12 after 7,9``."""
     after = transfers.after[transfers.after_offsets[transfer] : transfers.after_offsets[transfer + 1]]
     if not len(after):

@@ -16,7 +16,7 @@ GATHERED = -2
 
 
 @dataclass(frozen=True, eq=False)
-class Transfers:
+class PlanTransfers:
     """Regions and the trees that they travel along, in order. All arrays are int64.
 
     Transfer ``i`` moves region ``r = region[i]``, which is boxes ``box_offsets[r]:box_offsets[r + 1]``, along edges
@@ -75,7 +75,7 @@ class Transfers:
             self._check_after()
 
     @classmethod
-    def unchecked(cls, **arrays: np.ndarray) -> Transfers:
+    def unchecked(cls, **arrays: np.ndarray) -> PlanTransfers:
         """The transfers of these arrays, all of them int64, contiguous and owned by the caller, without any check.
 
         For strategies whose output needs no check. The arrays become read-only. ``region``, and ``after_offsets``,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reshard.plan import GATHERED, Transfers, num_recv_slots
+from reshard.plan import GATHERED, PlanTransfers, num_recv_slots
 from reshard.planner.multicast.classes import group_rows
 from reshard.planner.multicast.strategy import multicast
 from reshard.planner.strategies.chunk_limits import INSIDE_WINDOW
@@ -26,7 +26,7 @@ _MAX_TOGETHER = 8
 _SLOTS_FOR_RELAYS = 2
 
 
-def gathered_multicast(problem: PlanProblem) -> Routes | Transfers:
+def gathered_multicast(problem: PlanProblem) -> Routes | PlanTransfers:
     """Like :func:`multicast`, after a rank has collected what ranks of its host hold for the same destinations.
 
     Steps: one more than :func:`multicast`, inside the sending hosts. Bytes between hosts: unique. Regions that are also
@@ -92,7 +92,7 @@ class Gathering:
         held[tasks[joins], 0] = collector[group[joins]]
         return cls(problem, replace(problem, holders=held, destinations=problem.receivers), holder)
 
-    def plan(self) -> Transfers | None:
+    def plan(self) -> PlanTransfers | None:
         """The transfers of :func:`multicast` without local copies, and transfers that collect regions.
 
         Each message that collects regions precedes the first message for which its receiver stages them. None if a rank
@@ -108,7 +108,7 @@ class Gathering:
         stages = needs[np.minimum(np.searchsorted(needs, key), len(needs) - 1)] != key
         return _Collector(self.problem, transfers, self.holder[task], stages).add()
 
-    def _tasks_of_boxes(self, transfers: Transfers) -> np.ndarray:
+    def _tasks_of_boxes(self, transfers: PlanTransfers) -> np.ndarray:
         """``(boxes,)`` the task that each box is a part of."""
         problem = self.problem
         start, stop = (
@@ -158,13 +158,13 @@ class _Collector:
         stages: ``(transfers,)`` bool, whether the receiver does not need the region.
     """
 
-    def __init__(self, problem: PlanProblem, transfers: Transfers, holder: np.ndarray, stages: np.ndarray) -> None:
+    def __init__(self, problem: PlanProblem, transfers: PlanTransfers, holder: np.ndarray, stages: np.ndarray) -> None:
         self._problem, self._holder = problem, holder
         self._transfers, kept = self._without_staging(transfers)
         self._is_relay = np.zeros(len(problem.topology.host_of_rank), dtype=bool)
         self._is_relay[self._transfers.receiver[stages[kept]]] = True
 
-    def _without_staging(self, transfers: Transfers) -> tuple[Transfers, np.ndarray]:
+    def _without_staging(self, transfers: PlanTransfers) -> tuple[PlanTransfers, np.ndarray]:
         """The transfers that are left if a rank does not stage regions of its host, because it gathers them.
 
         Also returns the indices of these transfers among all.
@@ -183,7 +183,7 @@ class _Collector:
         stays = ~dropped[later] & ~dropped[transfers.after]
         count = np.bincount(new_index[later[stays]], minlength=len(kept))
         names = ("sender", "receiver", "splits", "window", "region")
-        rest = Transfers.unchecked(
+        rest = PlanTransfers.unchecked(
             **{name: getattr(transfers, name) for name in ("box_offsets", "box_tensor", "box_start", "box_stop")},
             **{name: getattr(transfers, name)[kept] for name in names},
             edge_offsets=np.arange(len(kept) + 1),
@@ -193,7 +193,7 @@ class _Collector:
         )
         return rest, kept
 
-    def add(self) -> Transfers | None:
+    def add(self) -> PlanTransfers | None:
         """The transfers with these messages; None if a rank cannot stage all regions of a message."""
         sender, gathers = self._choose_senders()
         if not gathers.any():
@@ -241,7 +241,7 @@ class _Collector:
     def _join(
         self, sender: np.ndarray, gathers: np.ndarray, parts: _Parts, before: np.ndarray, part: np.ndarray,
         brings_at: np.ndarray, brings: np.ndarray,
-    ) -> Transfers:  # fmt: skip
+    ) -> PlanTransfers:  # fmt: skip
         """The transfers and the parts in one order; see :meth:`_place` for the last four arguments."""
         transfers, num, num_parts = self._transfers, len(self._transfers), len(part)
         at = np.arange(num) + np.searchsorted(before, np.arange(num), side="right")
@@ -256,7 +256,7 @@ class _Collector:
         later = np.concatenate([at[np.repeat(np.arange(num), count)] for count in counts])
         earlier = np.concatenate([at_part[brings], at[transfers.after]])
         source = np.where(gathers, GATHERED, np.where(transfers.source < 0, -1, at[transfers.source]))
-        return Transfers.unchecked(
+        return PlanTransfers.unchecked(
             box_offsets=np.concatenate([transfers.box_offsets[:-1], transfers.box_offsets[-1] + parts.box_offsets]),
             box_tensor=np.concatenate([transfers.box_tensor, transfers.box_tensor[parts.box]]),
             box_start=np.concatenate([transfers.box_start, transfers.box_start[parts.box]]),

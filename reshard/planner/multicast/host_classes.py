@@ -27,8 +27,11 @@ _MIN_SLOTS = 64
 _SLOTS_OF_NIC = 128
 #: Smallest size of a chunk, as a fraction of the largest chunk. Slow ports get smaller chunks.
 _MIN_RELATIVE_SPEED = 1 / 8
-#: Up to this many ranks of a host forward a piece along a chain; more ranks form a binary tree.
+#: Up to this many ranks of a host forward a piece along a chain; more ranks form a tree. ``rank_assignment.h`` in
+#: ``native/multicast/`` has the same two numbers.
 LONGEST_CHAIN = 8
+#: Ranks to which a rank of that tree sends.
+MAX_CHILDREN = 2
 #: If one rank serves a NIC alone, forwarding may use this share of the rank's bandwidth inside its host.
 _MAX_INSIDE_SHARE = 0.5
 #: Limit on (number of slots, load of a link) pairs that are estimated at once. So many pairs fit the cache of a core.
@@ -198,7 +201,8 @@ class _FanOut:
         """
         per_chunk = self.latency_seconds + nbytes[:, self.host_class] / self.bytes_per_second
         total = _sum_rows(self.host, counts[:, self.host_class] * self.num_forwards * per_chunk, len(self.num_ranks))
-        steps = np.where(self.num_forwards < LONGEST_CHAIN, self.num_forwards, 2 * np.log2(self.num_forwards + 1))
+        in_tree = MAX_CHILDREN * np.log2(self.num_forwards + 1) / math.log2(MAX_CHILDREN)
+        steps = np.where(self.num_forwards < LONGEST_CHAIN, self.num_forwards, in_tree)
         last = (steps * per_chunk).max(axis=1, initial=0.0)
         return (total / np.maximum(self.num_ranks, 1)).max(axis=1, initial=0.0) + last
 
@@ -209,7 +213,7 @@ def is_fast_inside(topology: Topology, host_classes: HostClasses) -> bool:
         return True
     fastest = max(nic.ingress_bytes_per_second for host in topology.hosts for nic in host.nics)
     num_forwards = float(_FanOut.of(host_classes, topology).num_forwards.max(initial=0.0))
-    branches = min(num_forwards, 1.0 if num_forwards < LONGEST_CHAIN else 2.0)
+    branches = min(num_forwards, 1.0 if num_forwards < LONGEST_CHAIN else MAX_CHILDREN)
     return branches * fastest <= _MAX_INSIDE_SHARE * topology.inside_bytes_per_second
 
 

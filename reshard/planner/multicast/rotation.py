@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from reshard import _native
-from reshard.plan import Transfers
+from reshard.plan import PlanTransfers
 from reshard.planner.multicast.chunk_workload import Nics
 from reshard.planner.multicast.classes import Classes, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds, is_fast_inside
@@ -20,7 +20,7 @@ MAX_SCHEDULED = 10_000
 _MAX_UNEVEN = 1.005
 
 
-def rotate_hosts(problem: PlanProblem, host_classes: HostClasses, nics: Nics) -> Transfers | None:
+def rotate_hosts(problem: PlanProblem, host_classes: HostClasses, nics: Nics) -> PlanTransfers | None:
     """Send each class directly to every host that needs it, in rotation over the NICs, and there along a chain.
 
     Steps: 1 between hosts, then 1 for each rank of a host that needs the class. Bytes between hosts: unique. A message
@@ -56,7 +56,7 @@ def _has_chains(host_classes: HostClasses) -> bool:
     return bool((np.diff(host_classes.destinations[0])[host_classes.host_class] != num_receivers).any())
 
 
-def _to_transfers(problem: PlanProblem, classes: Classes, rotates: bool, most_bytes: float) -> Transfers | None:
+def _to_transfers(problem: PlanProblem, classes: Classes, rotates: bool, most_bytes: float) -> PlanTransfers | None:
     """The messages: in the order of slots, each piece of a class passes along the chain of receivers of a host.
 
     Args:
@@ -94,7 +94,7 @@ def _to_transfers(problem: PlanProblem, classes: Classes, rotates: bool, most_by
     )
     if num_after < 0:
         return None
-    return Transfers.unchecked(
+    return PlanTransfers.unchecked(
         box_offsets=pieces.at,
         box_tensor=pieces.tensor,
         box_start=pieces.start,

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.errors import ArgumentError
-from reshard.plan import Transfers
+from reshard.plan import PlanTransfers
 from reshard.planner.multicast.chunk_workload import CHUNK_UNITS, ChunkWorkload, Nics
 from reshard.planner.multicast.classes import MIN_SLICES, Boxes, Classes, Pieces, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
@@ -47,7 +47,7 @@ _MAX_CUTS = 500_000
 _SLOW_HOLDER_RATE = 0.3
 
 
-def multicast(problem: PlanProblem) -> Routes | Transfers:
+def multicast(problem: PlanProblem) -> Routes | PlanTransfers:
     """Cut regions into equal chunks and schedule each chunk on a port as soon as the port is free.
 
     Steps: the chunks of the busiest port, plus a few until the first chunks reach the last host. Bytes between hosts:
@@ -77,7 +77,7 @@ def schedule_chunks(
     keeps_partners: bool = False,
     prepared: tuple[ChunkWorkload, Pieces] | None = None,
     max_together: int = MAX_TOGETHER,
-) -> Routes | Transfers:
+) -> Routes | PlanTransfers:
     """Like :func:`multicast`, without its special cases.
 
     Args:
@@ -105,7 +105,7 @@ def _schedule(problem: PlanProblem, nics: Nics, workload: ChunkWorkload) -> Chun
 
 def _schedule_parts(
     problem: PlanProblem, parts: Sequence[ProblemPart], near_first: bool, keeps_partners: bool
-) -> Transfers:
+) -> PlanTransfers:
     """The transfers of all parts; parts with equal workloads have one schedule."""
     known: dict[object, ChunkSchedule] = {}
     schedules, boxes = [], []
@@ -122,12 +122,12 @@ def _schedule_parts(
     return _to_transfers(problem, Boxes.join(boxes), interleave(schedules, [len(part.at) - 1 for part in boxes]))
 
 
-def multicast_near(problem: PlanProblem) -> Routes | Transfers:
+def multicast_near(problem: PlanProblem) -> Routes | PlanTransfers:
     """Like :func:`multicast`, but each NIC prefers chunks that its own ranks hold or need over the rarest chunks."""
     return schedule_chunks(problem, near_first=True)
 
 
-def multicast_from_partners(problem: PlanProblem) -> Routes | Transfers:
+def multicast_from_partners(problem: PlanProblem) -> Routes | PlanTransfers:
     """Like :func:`multicast`, but each sender keeps the same receiver for as long as it can.
 
     This helps if holders have different rates and receivers exchange chunks: each receiver then keeps the senders that
@@ -136,12 +136,12 @@ def multicast_from_partners(problem: PlanProblem) -> Routes | Transfers:
     return schedule_chunks(problem, keeps_partners=True)
 
 
-def multicast_in_parts(problem: PlanProblem) -> Routes | Transfers:
+def multicast_in_parts(problem: PlanProblem) -> Routes | PlanTransfers:
     """Like :func:`multicast`, but cut into parts that share no port, however small the problem is."""
     return schedule_chunks(problem, max_together=0)
 
 
-def multicast_from_fast(problem: PlanProblem) -> Routes | Transfers:
+def multicast_from_fast(problem: PlanProblem) -> Routes | PlanTransfers:
     """Like :func:`multicast`, but slow holders do not send regions that a fast host holds too."""
     return multicast(without_slow_holders(problem) or problem)
 
@@ -272,9 +272,9 @@ def _snap_rates(rates: list[float]) -> dict[float, float]:
     return snapped
 
 
-def _to_transfers(problem: PlanProblem, boxes: Boxes, schedule: ChunkSchedule) -> Transfers:
+def _to_transfers(problem: PlanProblem, boxes: Boxes, schedule: ChunkSchedule) -> PlanTransfers:
     host = problem.topology.host_array
-    return Transfers.unchecked(
+    return PlanTransfers.unchecked(
         box_offsets=boxes.at,
         box_tensor=boxes.tensor,
         box_start=boxes.start,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan import Transfers
+from reshard.plan import PlanTransfers
 from reshard.ragged import distinct_values, ranges
 from reshard.topology import Topology
 
@@ -23,12 +23,14 @@ from .plan_problem import PlanProblem
 from .routes import Routes, copy_routes
 
 
-def routes_to_transfers(problem: PlanProblem, chosen: Routes | Transfers, *, is_builtin: bool = True) -> Transfers:
+def routes_to_transfers(
+    problem: PlanProblem, chosen: Routes | PlanTransfers, *, is_builtin: bool = True
+) -> PlanTransfers:
     """All transfers of a plan: local copies first, then what a strategy chose. Routes are cut into chunks.
 
     ``is_builtin`` is as in :func:`cut_transfers`.
     """
-    if isinstance(chosen, Transfers):
+    if isinstance(chosen, PlanTransfers):
         if not problem.keeps.any():
             _check_staging(problem.staging_bytes)
             return chosen
@@ -37,14 +39,14 @@ def routes_to_transfers(problem: PlanProblem, chosen: Routes | Transfers, *, is_
     return cut_transfers(problem, chosen, problem.staging_bytes, is_builtin=is_builtin)
 
 
-def join_transfers(first: Transfers, second: Transfers) -> Transfers:
+def join_transfers(first: PlanTransfers, second: PlanTransfers) -> PlanTransfers:
     """Concatenate transfers."""
     boxes, edges = len(first.box_tensor), len(first.sender)
 
     def both(name: str) -> np.ndarray:
         return np.concatenate([getattr(first, name), getattr(second, name)])
 
-    return Transfers(
+    return PlanTransfers(
         box_offsets=np.concatenate([first.box_offsets, second.box_offsets[1:] + boxes]),
         box_tensor=both("box_tensor"),
         box_start=both("box_start"),
@@ -61,7 +63,9 @@ def join_transfers(first: Transfers, second: Transfers) -> Transfers:
     )
 
 
-def cut_transfers(problem: PlanProblem, routes: Routes, staging_bytes: int, *, is_builtin: bool = True) -> Transfers:
+def cut_transfers(
+    problem: PlanProblem, routes: Routes, staging_bytes: int, *, is_builtin: bool = True
+) -> PlanTransfers:
     """Cut large routes into chunks, bundle small ones that share a tree, and put local copies first.
 
     Args:
@@ -98,7 +102,7 @@ def cut_transfers(problem: PlanProblem, routes: Routes, staging_bytes: int, *, i
         lead, box_offsets = order[first], np.concatenate([first, [len(order)]])
         task, start, stop = task[order], start[order], stop[order]
         routes = routes.take(lead)
-    make = Transfers.unchecked if is_builtin else Transfers
+    make = PlanTransfers.unchecked if is_builtin else PlanTransfers
     return make(
         box_offsets=box_offsets,
         box_tensor=problem.tensor[task],

@@ -11,7 +11,7 @@ import numpy as np
 from reshard.arguments import check_arguments, check_fields
 from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import brief
-from reshard.plan import Transfers
+from reshard.plan import PlanTransfers
 
 from .plan_problem import PlanProblem
 
@@ -142,4 +142,4 @@ def copy_routes(problem: PlanProblem) -> Routes:
 
 #: A strategy chooses senders, trees and their order so that every receiver of every task gets its region. It returns
 #: transfers if it also cuts the regions into chunks.
-Strategy = Callable[[PlanProblem], Routes | Transfers]
+Strategy = Callable[[PlanProblem], Routes | PlanTransfers]

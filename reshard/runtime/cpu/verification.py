@@ -114,7 +114,7 @@ class Replicas:
         self.plan = plan
         entries = [np.zeros((0, 4), dtype=np.int64)]
         for tensor, spec in enumerate(plan.tensors):
-            ranks = spec.src_shards.ranks
+            ranks = spec.src_tiles.ranks
             tiles = np.flatnonzero((ranks != NO_RANK).sum(axis=1) > 1)
             tile, replica = np.nonzero(ranks[tiles] != NO_RANK)
             tile = tiles[tile]
@@ -129,7 +129,7 @@ class Replicas:
         """The digest of each entry of a rank, taken from its source shards."""
         digests = []
         for entry in self.entries_of(rank).tolist():
-            shards, tile = self.plan.tensors[self.tensor[entry]].src_shards, self.tile[entry]
+            shards, tile = self.plan.tensors[self.tensor[entry]].src_tiles, self.tile[entry]
             first = shards.local[tile, self.replica[entry]]
             last = first + shards.stop[tile] - shards.start[tile]
             array = src[self.tensor[entry]]
@@ -156,7 +156,7 @@ class Replicas:
         if not len(wrong):
             return None
         spec, tile = self.plan.tensors[self.tensor[wrong[0]]], self.tile[wrong[0]]
-        box = format_box([*zip(spec.src_shards.start[tile].tolist(), spec.src_shards.stop[tile].tolist(), strict=True)])
+        box = format_box([*zip(spec.src_tiles.start[tile].tolist(), spec.src_tiles.stop[tile].tolist(), strict=True)])
         name = f" of {spec.name!r}" if spec.name is not None else ""
         return (
             f"the source {box}{name} differs between its replicas: rank {self.rank[wrong[0]]} holds other elements "

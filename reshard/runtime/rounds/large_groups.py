@@ -16,7 +16,7 @@ import numpy as np
 from reshard.plan import MessageTable, Plan, cut_chunks
 from reshard.ragged import NO_RANK
 from reshard.runtime.rounds.steps import aligned
-from reshard.sharding import Shards
+from reshard.sharding import Tiles
 
 #: Bytes that a rank sends, and receives, in a round without a buffer.
 UNBUFFERED_ROUND_BYTES = 128 * 2**20
@@ -199,9 +199,9 @@ def _number_other_boxes(plan: Plan, transfer: np.ndarray) -> np.ndarray:
 
 def _are_in_one_piece(plan: Plan) -> np.ndarray:
     """``(tensors,)`` bool: whether each rank holds at most one piece of a tensor on each side."""
-    return np.array([all(map(_has_one_piece_each, (spec.src_shards, spec.dst_shards))) for spec in plan.tensors])
+    return np.array([all(map(_has_one_piece_each, (spec.src_tiles, spec.dst_tiles))) for spec in plan.tensors])
 
 
-def _has_one_piece_each(shards: Shards) -> bool:
+def _has_one_piece_each(shards: Tiles) -> bool:
     _, counts = np.unique(shards.ranks[shards.ranks != NO_RANK], return_counts=True)
     return bool((counts < 2).all())

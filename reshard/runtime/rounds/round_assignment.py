@@ -149,7 +149,7 @@ def _find_relays(plan: Plan, messages: MessageTable) -> np.ndarray:
                 continue
             indices = np.flatnonzero(relays & (tensor == number) & (messages.receiver == rank))
             start, stop = transfers.box_start[box[indices], :ndim], transfers.box_stop[box[indices], :ndim]
-            pieces = spec.dst_shards.pieces_of(rank)[:2]
+            pieces = spec.dst_tiles.pieces_of(rank)[:2]
             relays[indices[np.unique(find_overlaps(start, stop, *pieces)[0])]] = False
     return relays
 

@@ -53,10 +53,10 @@ class ModelState:
 
 
 #: Global shape of a plain tensor that is a shard, and the regions of it that are joined in the tensor.
-Shard = tuple[Sequence[int], Sequence[Box]]
+ShardRegions = tuple[Sequence[int], Sequence[Box]]
 
 
-def read_state(model: Any, shards: Mapping[str, Shard] | None = None) -> ModelState:
+def read_state(model: Any, shards: Mapping[str, ShardRegions] | None = None) -> ModelState:
     """The state of a module, or of a nested mapping of tensors. Names of nested tensors are joined by dots.
 
     Args:
@@ -98,7 +98,7 @@ class StateReader:
         model, shards: see :func:`read_state`.
     """
 
-    def __init__(self, model: Any, shards: Mapping[str, Shard] | None) -> None:
+    def __init__(self, model: Any, shards: Mapping[str, ShardRegions] | None) -> None:
         self._model, self._shards = model, shards
         self._memory: list[Any] = []
         self._state: ModelState | None = None
@@ -164,7 +164,7 @@ def synchronize(arrays: Iterable[torch.Tensor]) -> None:
             torch.cuda.synchronize(device)
 
 
-def _read_tensor(name: str, tensor: torch.Tensor, shard: Shard | None) -> Holding:
+def _read_tensor(name: str, tensor: torch.Tensor, shard: ShardRegions | None) -> Holding:
     shape = tuple(tensor.shape)
     if shard is not None:
         array = tensor.detach()
@@ -191,7 +191,7 @@ def _find_regions(device_mesh: Any, placements: tuple[Any, ...], shape: tuple[in
     return tuple(layout.regions(shape, rank)) if rank in layout.ranks else ()
 
 
-def _read_shard(name: str, array: torch.Tensor, shard: Shard) -> tuple[tuple[int, ...], tuple[Box, ...]]:
+def _read_shard(name: str, array: torch.Tensor, shard: ShardRegions) -> tuple[tuple[int, ...], tuple[Box, ...]]:
     """The global shape and the regions of a plain tensor, from what the user states."""
     try:
         given, regions = shard

@@ -15,7 +15,7 @@ from reshard.api.arrays.casts import check_cast
 from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of, did_you_mean
-from reshard.sharding import Box, RegionLayout, Shards, TensorSpec, cut_shards
+from reshard.sharding import Box, RegionLayout, TensorSpec, Tiles, cut_tiles
 from reshard.weights.mapping.families import find_lacking, find_misfit, find_rules
 from reshard.weights.mapping.parts import PlacedRegion, Region, intersect, pick, positions
 from reshard.weights.mapping.rules import Rule, Shapes, find_idle_rules
@@ -400,9 +400,9 @@ def gather_pieces(pieces: Mapping[int, Sequence[RegionPair]]) -> list[dict[int, 
 
 
 @functools.lru_cache(maxsize=4096)
-def cut_held(held: Held, shape: tuple[int, ...]) -> Shards:
+def cut_held(held: Held, shape: tuple[int, ...]) -> Tiles:
     """The disjoint regions of a piece, with the ranks of a model that hold each."""
-    return cut_shards(_layout_of(((0, held),), len(shape)), shape)
+    return cut_tiles(_layout_of(((0, held),), len(shape)), shape)
 
 
 def _layout_of(held: tuple[tuple[int, Held], ...], ndim: int) -> RegionLayout:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from reshard.errors import RemoteError, VerificationError
-from reshard.sharding import Shards, find_overlaps, format_box
+from reshard.sharding import Tiles, find_overlaps, format_box
 from reshard.weights.model.manifest import Manifest
 from reshard.weights.model.pieces import RegionPair, Side, cut_held
 from reshard.weights.model.region_digests import LocatedRegions, add_digests, flat_strides
@@ -290,5 +290,5 @@ def view_of(side: Side, model: Manifest, arrays: Mapping[str, torch.Tensor], ran
     return side.view(arrays[side.name], dict(entry.held)[rank])
 
 
-def _format(shards: Shards, part: int) -> str:
+def _format(shards: Tiles, part: int) -> str:
     return format_box(list(zip(shards.start[part].tolist(), shards.stop[part].tolist(), strict=True)))

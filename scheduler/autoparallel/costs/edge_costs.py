@@ -11,7 +11,7 @@ from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.sharding import Mesh, TensorSpec
 from reshard.topology import Host, Topology
 
-from ...pipe.partition.stage_mesh import GRID_AXES, STAGE_AXES, layout_of_tensor
+from ...model_stages.partition.stage_mesh import GRID_AXES, STAGE_AXES, layout_of_tensor
 from ...pipeline import Edge, Loads
 from ...transfer_costs import price_edge
 from ..inputs.cluster import Cluster

@@ -16,7 +16,7 @@ from reshard.parallel.choice.grid_layer_cost import GridLayerCost, GridLoad, Lay
 from reshard.parallel.grid.cuts import AXES
 from reshard.topology import Host, Link, Topology
 
-from ..inputs.layer_choices import Choice, ChoiceRules, GridShape
+from ..inputs.layer_choices import ChoiceRules, GridShape, LayerChoice
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import LayerTimes
 from .collective_costs import StagePlace
@@ -35,7 +35,7 @@ def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
     return None
 
 
-def grid_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostInputs) -> LayerCost:
+def grid_cost(layer: Layer, choice: LayerChoice, place: StagePlace, work: LayerCostInputs) -> LayerCost:
     """The cost of a layer on a grid for one microbatch. See :func:`~.costs.layer_costs.layer_cost`.
 
     Computation takes the busiest rank's share of the profiled time of one rank. Communication takes the time of
@@ -110,7 +110,7 @@ class _GridStateCosts(NamedTuple):
     is_encoded: bool = False
 
 
-def _price_grid_states(params: float, choice: Choice, place: StagePlace, work: LayerCostInputs) -> _GridStateCosts:
+def _price_grid_states(params: float, choice: LayerChoice, place: StagePlace, work: LayerCostInputs) -> _GridStateCosts:
     """Bytes of states of ``params`` parameters on a rank, and the collectives of ZeRO over the depth of a grid.
 
     The function of this name in :mod:`.layer_costs` is for layers without a grid.
@@ -211,10 +211,10 @@ def best_grids(
     layers: Sequence[tuple[Layer, int]],
     shapes: Sequence[GridShape],
     rules: ChoiceRules,
-    plain: Sequence[Choice],
+    plain: Sequence[LayerChoice],
     work: LayerCostInputs,
-    cost: Callable[[int, Choice], LayerCost],
-) -> tuple[Choice, ...]:
+    cost: Callable[[int, LayerChoice], LayerCost],
+) -> tuple[LayerChoice, ...]:
     """Of all grids of a stage, the fastest ones.
 
     The limit holds for each ZeRO stage separately. A grid is left out if another choice is at least as fast and
@@ -232,7 +232,7 @@ def best_grids(
     if not able:
         return ()
 
-    def totals(choice: Choice) -> tuple[float, float, float]:
+    def totals(choice: LayerChoice) -> tuple[float, float, float]:
         seconds = states = activations = 0.0
         for number in able:
             times, ranked = layers[number][1], cost(number, choice)
@@ -242,17 +242,17 @@ def best_grids(
             activations += times * ranked.activation_bytes
         return seconds, states, activations
 
-    ranked: list[tuple[tuple[float, float, float], Choice]] = []
+    ranked: list[tuple[tuple[float, float, float], LayerChoice]] = []
     recompute = rules.recompute
     for shape in shapes:
         if work.num_samples % (shape[0] * shape[2]) or any(why_no_grid(layers[number][0], shape) for number in able):
             continue
         for zero in rules.grid_zeros(shape):
-            choice = Choice.on_grid(*shape, zero=zero, recompute=recompute[0])
+            choice = LayerChoice.on_grid(*shape, zero=zero, recompute=recompute[0])
             ranked.append((totals(choice), choice))
     ranked.sort()
     kept = [totals(choice) for choice in plain if choice.recompute == recompute[0]]
-    best: list[Choice] = []
+    best: list[LayerChoice] = []
     for values, choice in ranked:
         alike = sum(item.zero == choice.zero and item.recompute == recompute[0] for item in best)
         if alike < MAX_GRIDS and not any(all(a <= b for a, b in zip(item, values, strict=True)) for item in kept):

@@ -14,7 +14,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import brief
 
 from ...ir.communication import RECVS_AHEAD
-from ..inputs.layer_choices import Choice, shard_1d
+from ..inputs.layer_choices import LayerChoice, shard_1d
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import ClassTimes, LayerProfile
 from .codec_costs import CodecCosts
@@ -209,7 +209,7 @@ def overlapped_seconds(compute: float, transfer: float, slowdown: float) -> floa
     return max(compute, transfer) + (slowdown - 1) * min(compute, transfer)
 
 
-def layer_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostInputs) -> LayerCost:
+def layer_cost(layer: Layer, choice: LayerChoice, place: StagePlace, work: LayerCostInputs) -> LayerCost:
     """The cost of a layer for one microbatch, whose samples the replicas divide evenly.
 
     ZeRO 3 gathers the parameters for the forward and again for the backward of each microbatch, next to computation.
@@ -265,7 +265,7 @@ def layer_cost(layer: Layer, choice: Choice, place: StagePlace, work: LayerCostI
     )
 
 
-def may_sum_early(choice: Choice, codec_costs: CodecCosts) -> bool:
+def may_sum_early(choice: LayerChoice, codec_costs: CodecCosts) -> bool:
     """Whether the engine sums gradients while their rank computes other stages: raw sums under DDP.
 
     While codecs are optional, a sum may be raw.
@@ -274,7 +274,7 @@ def may_sum_early(choice: Choice, codec_costs: CodecCosts) -> bool:
     return is_ddp and (codec_costs.all_reduce is None or codec_costs.is_optional)
 
 
-def device_seconds_of_zero_3(times: ClassTimes, choice: Choice, share: float) -> tuple[float, float]:
+def device_seconds_of_zero_3(times: ClassTimes, choice: LayerChoice, share: float) -> tuple[float, float]:
     """Device seconds of an all-gather and a reduce-scatter of ``share`` of a layer's parameters; 0 without ZeRO 3."""
     return (times.all_gather_seconds * share, times.reduce_scatter_seconds * share) if choice.zero == 3 else (0.0, 0.0)
 
@@ -299,7 +299,7 @@ class _StateCosts(NamedTuple):
     sync_seconds: float
 
 
-def _price_states(params: float, choice: Choice, place: StagePlace, work: LayerCostInputs) -> _StateCosts:
+def _price_states(params: float, choice: LayerChoice, place: StagePlace, work: LayerCostInputs) -> _StateCosts:
     """Bytes of states of ``params`` parameters on a rank, and the collectives of ZeRO or DDP over the replicas.
 
     The gathers of ZeRO 3 over the depth of a grid are priced in :mod:`.grid_costs`.

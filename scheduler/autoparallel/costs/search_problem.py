@@ -15,7 +15,7 @@ from reshard.formatting import brief, count_of, format_names
 from ...ir.communication import RECVS_AHEAD
 from ...pipeline import Edge, Pipeline, Stage
 from ..inputs.cluster import Cluster
-from ..inputs.layer_choices import Choice, ChoiceRules
+from ..inputs.layer_choices import ChoiceRules, LayerChoice
 from ..inputs.layer_graph import Layer, LayerGraph, Tensor
 from ..inputs.layer_profile import LayerProfile
 from ..inputs.stages import StagePlan, describe_stages, pp_ranks_of
@@ -158,9 +158,9 @@ class SearchProblem:
         )
         #: Results that methods keep from one call to the next, such as tables.
         self.memo: dict[Hashable, Any] = {}
-        self._layer_costs: dict[tuple[int, Choice, StagePlace, int], LayerCost] = {}
+        self._layer_costs: dict[tuple[int, LayerChoice, StagePlace, int], LayerCost] = {}
         self._stage_costs: dict[tuple[StagePlan, int], StageCost] = {}
-        self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
+        self._choices: dict[tuple[int, int], tuple[LayerChoice, ...]] = {}
         self._places: dict[tuple[int, int], StagePlace] = {}
 
     def changed(self, **changes: Any) -> SearchProblem:
@@ -217,7 +217,7 @@ class SearchProblem:
         """Numbers of devices of a stage whose last rank is ``end - 1``."""
         return [n for n in self.cluster.mesh_sizes if n <= end and self.cluster.is_mesh(end - n, end)]
 
-    def choices(self, num_ranks: int, num_samples: int) -> tuple[Choice, ...]:
+    def choices(self, num_ranks: int, num_samples: int) -> tuple[LayerChoice, ...]:
         """Choices for the layers of a stage, for microbatches of ``num_samples`` samples that its replicas divide
         evenly.
 
@@ -233,7 +233,9 @@ class SearchProblem:
             )
         return self._choices[num_ranks, num_samples]
 
-    def _best_grids(self, num_ranks: int, num_microbatches: int, plain: Sequence[Choice]) -> tuple[Choice, ...]:
+    def _best_grids(
+        self, num_ranks: int, num_microbatches: int, plain: Sequence[LayerChoice]
+    ) -> tuple[LayerChoice, ...]:
         """The grids that come first for the first stage of some ranks."""
         shapes = self.rules.grid_shapes(num_ranks, self.host_devices)
         ends = range(num_ranks, self.cluster.num_ranks + 1)
@@ -252,7 +254,7 @@ class SearchProblem:
             lambda number, choice: self.layer_cost(firsts[number], choice, place, num_microbatches),
         )
 
-    def can_have(self, choice: Choice, first: int, end: int) -> bool:
+    def can_have(self, choice: LayerChoice, first: int, end: int) -> bool:
         """Whether layers ``first`` to ``end - 1`` may have a choice: not every layer can be on a grid."""
         if not choice.grid:
             return True
@@ -276,7 +278,7 @@ class SearchProblem:
         """For each layer, the index of its class."""
         return tuple(self.layer_classes.index(_anonymous(layer)) for layer in self.graph.layers)
 
-    def layer_cost(self, layer: int, choice: Choice, place: StagePlace, num_microbatches: int) -> LayerCost:
+    def layer_cost(self, layer: int, choice: LayerChoice, place: StagePlace, num_microbatches: int) -> LayerCost:
         """The cost of a layer, which is the same for all layers of its class."""
         key = (self.class_of[layer], choice, place, num_microbatches)
         if key not in self._layer_costs:
@@ -367,7 +369,7 @@ class SearchProblem:
         return seconds
 
     def relayout_between(
-        self, layer: int, before: Choice, after: Choice, place: StagePlace, num_microbatches: int
+        self, layer: int, before: LayerChoice, after: LayerChoice, place: StagePlace, num_microbatches: int
     ) -> float:
         """Seconds for the inputs of ``layer`` to change from the layout of one choice to that of another.
 

@@ -2,7 +2,7 @@
 
 The engine adds these gradients once in a step, after the sums over replicas: each stage sends its gradient to all other
 stages at once, and adds the gradients that it receives. Parameters shared by other layers follow one after the other.
-See :mod:`reshard.scheduler.runtime.tied_params`.
+See :mod:`reshard.scheduler.gradients.tied_params`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from reshard.sharding import Layout, Mesh, TensorSpec
 from ...pipeline import Edge, Loads
 from ...transfer_costs import price_edge
 from ..inputs.cluster import Cluster, hosts_are_alike
-from ..inputs.layer_choices import Choice
+from ..inputs.layer_choices import LayerChoice
 from ..inputs.layer_graph import LayerGraph, is_shared, own_layer
 from ..inputs.stages import StagePlan
 from .collective_costs import StagePlace
@@ -87,7 +87,7 @@ def repeated_bytes(graph: LayerGraph, stage: StagePlan, costs: Sequence[LayerCos
     return states, gradients
 
 
-def divides_inner(graph: LayerGraph, layer: int, num_params: int, choice: Choice) -> bool:
+def divides_inner(graph: LayerGraph, layer: int, num_params: int, choice: LayerChoice) -> bool:
     """Whether the ranks that share a layer divide its tied parameters. Grids do, and torch where it can."""
     if choice.grid:
         return True
@@ -95,7 +95,7 @@ def divides_inner(graph: LayerGraph, layer: int, num_params: int, choice: Choice
     return 1 < choice.tp <= layer_of_graph.tp_limit and layer_of_graph.tp_params >= num_params
 
 
-def num_parts(graph: LayerGraph, layer: int, num_params: int, choice: Choice, num_ranks: int) -> int:
+def num_parts(graph: LayerGraph, layer: int, num_params: int, choice: LayerChoice, num_ranks: int) -> int:
     """Parts that the ranks of a stage divide the tied parameters of a layer into."""
     inner = choice.tp if divides_inner(graph, layer, num_params, choice) else 1
     return inner * (num_ranks // choice.tp if choice.zero == 3 else 1)
@@ -175,7 +175,7 @@ class TiedCosts:
         return seconds, max_bytes
 
     def min_of(
-        self, tied: Sequence[int], num_params: int, layer: int, choice: Choice, place: StagePlace
+        self, tied: Sequence[int], num_params: int, layer: int, choice: LayerChoice, place: StagePlace
     ) -> tuple[float, float]:
         """Least seconds and bytes of a sum over two stages, on the ranks of the one that has ``layer`` of the tie."""
         nbytes = num_params * self.gradient_bytes

@@ -20,7 +20,7 @@ MAX_GRID_RANKS = 16
 
 
 @dataclass(frozen=True, order=True)
-class Choice:
+class LayerChoice:
     """The division of one layer over the devices of a stage.
 
     Attributes:
@@ -69,7 +69,7 @@ class Choice:
 
     @classmethod
     @check_arguments(rows=(1, 2**20), cols=(1, 2**20), depth=(1, 2**20))
-    def on_grid(cls, rows: int, cols: int, depth: int = 1, *, zero: int = 0, recompute: bool = False) -> Choice:
+    def on_grid(cls, rows: int, cols: int, depth: int = 1, *, zero: int = 0, recompute: bool = False) -> LayerChoice:
         """A layer on a grid of ``rows * cols * depth`` ranks, with ZeRO over the depth."""
         return cls(rows * cols, zero, recompute, (rows, cols, depth))
 
@@ -190,12 +190,12 @@ class ChoiceRules:
             )
         check_fields(self)
         if self.only_grid:
-            Choice(math.prod(self.only_grid[:2]), grid=self.only_grid)
+            LayerChoice(math.prod(self.only_grid[:2]), grid=self.only_grid)
             if not self.grids:
                 raise ArgumentError(f"ChoiceRules has only_grid={self.only_grid}, but grids=False allows none")
 
     @check_arguments(num_devices=(1, 2**22), host_devices=(1, 2**22))
-    def choices(self, num_devices: int, host_devices: int) -> tuple[Choice, ...]:
+    def choices(self, num_devices: int, host_devices: int) -> tuple[LayerChoice, ...]:
         """The leaves of the decision tree of a stage: all choices for its layers, in a fixed order.
 
         Galvatron-BMW draws a tree for each pipeline degree, with a level for each paradigm. On hosts of equal devices
@@ -211,7 +211,7 @@ class ChoiceRules:
             for zero in self.zero if replicas > 1 else (0,):
                 if self.executable and (zero in (1, 2) or (zero == 0 and tp > 1 and replicas > 1)):
                     continue
-                choices += [Choice(tp, zero, recompute) for recompute in self.recompute]
+                choices += [LayerChoice(tp, zero, recompute) for recompute in self.recompute]
         return tuple(choices)
 
     @check_arguments(num_devices=(1, 2**22), host_devices=(1, 2**22))
@@ -237,9 +237,9 @@ class ChoiceRules:
         )
 
     @check_arguments()
-    def uniform(self, choices: Sequence[Choice]) -> tuple[tuple[Choice, ...], ...]:
+    def uniform(self, choices: Sequence[LayerChoice]) -> tuple[tuple[LayerChoice, ...], ...]:
         """Choices in groups that the layers of one stage may mix. Layers on a grid are never mixed with others."""
-        groups: dict[object, list[Choice]] = {}
+        groups: dict[object, list[LayerChoice]] = {}
         for choice in choices:
             groups.setdefault(choice.stage_key if self.executable or choice.grid else (), []).append(choice)
         return tuple(tuple(group) for group in groups.values())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
-from .layer_choices import Choice
+from .layer_choices import LayerChoice
 
 
 @dataclass(frozen=True, order=True)
@@ -22,7 +22,7 @@ class StagePlan:
     end_layer: int
     first_rank: int
     end_rank: int
-    choices: tuple[Choice, ...]
+    choices: tuple[LayerChoice, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choices", tuple(self.choices))
@@ -55,7 +55,7 @@ class StagePlan:
         return self.choices[layer - self.first_layer].sample_shards(self.num_ranks)
 
     def __str__(self) -> str:
-        counts: dict[Choice, int] = {}
+        counts: dict[LayerChoice, int] = {}
         for choice in self.choices:
             counts[choice] = counts.get(choice, 0) + 1
         parts = [c.describe(self.num_ranks) + (f" x{n}" if len(counts) > 1 else "") for c, n in counts.items()]

@@ -29,7 +29,7 @@ import numpy as np
 from ..costs.collective_costs import StagePlace
 from ..costs.layer_costs import LayerCost
 from ..costs.search_problem import SearchProblem
-from ..inputs.layer_choices import Choice
+from ..inputs.layer_choices import LayerChoice
 from .range_bytes import bytes_of_cuts
 
 #: Values of the share s that are tried.
@@ -99,7 +99,7 @@ def _costs(problem: SearchProblem, place: StagePlace, count: int) -> list[list[t
     """For each choice of a stage, two costs of each layer: the least in time, and the least in activations."""
     choices = problem.choices(place.num_ranks, problem.num_samples // count)
     never = LayerCost(*[math.inf] * 12)
-    costs_of: dict[Choice, list[tuple[LayerCost, LayerCost]]] = {}
+    costs_of: dict[LayerChoice, list[tuple[LayerCost, LayerCost]]] = {}
     for choice in choices:
         plain = replace(choice, recompute=False)
         if plain in costs_of:

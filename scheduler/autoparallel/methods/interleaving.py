@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 from ..costs.layer_costs import fixed_bytes_of
 from ..costs.search_problem import Candidate, SearchProblem
-from ..inputs.layer_choices import Choice
+from ..inputs.layer_choices import LayerChoice
 from ..inputs.stages import StagePlan
 
 #: Largest number of stages of a mesh.
@@ -52,7 +52,7 @@ class _Mesh:
 
     first_rank: int
     end_rank: int
-    choice: Choice
+    choice: LayerChoice
     seconds: tuple[float, ...]
     sync_seconds: tuple[float, ...]
     early_sync_seconds: tuple[float, ...]
@@ -172,7 +172,7 @@ def _fastest(problem: SearchProblem, first: int, end: int, count: int) -> list[_
     return list(dict.fromkeys(group[0] for group in groups if group))
 
 
-def _mesh(problem: SearchProblem, first: int, end: int, choice: Choice, count: int) -> _Mesh:
+def _mesh(problem: SearchProblem, first: int, end: int, choice: LayerChoice, count: int) -> _Mesh:
     key = ("interleaving", first, end, choice, count)
     if key not in problem.memo:
         place = problem.place(first, end)

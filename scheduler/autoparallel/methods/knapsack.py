@@ -12,7 +12,7 @@ from ..costs.collective_costs import StagePlace
 from ..costs.layer_costs import LayerCost
 from ..costs.search_problem import SearchProblem
 from ..costs.tied_costs import tied_share
-from ..inputs.layer_choices import Choice
+from ..inputs.layer_choices import LayerChoice
 from ..inputs.layer_graph import is_shared, own_layer
 from ..inputs.stages import StagePlan
 
@@ -80,7 +80,7 @@ def _pack(
     ranks: tuple[int, int],
     count: int,
     in_flight: int,
-    choices: Sequence[Choice],
+    choices: Sequence[LayerChoice],
 ) -> PackedStage | None:
     place, num = problem.place(*ranks), len(choices)
     costs = [[problem.layer_cost(layer, s, place, count) for s in choices] for layer in range(first, end)]
@@ -130,7 +130,7 @@ def held_back(
     end: int,
     ranks: tuple[int, int],
     count: int,
-    choices: Sequence[Choice],
+    choices: Sequence[LayerChoice],
     in_flight: int,
 ) -> float:
     """Bytes of a device that no layer's states or activations may use, whatever the choices."""
@@ -150,7 +150,7 @@ def _with_ties(
     first: int,
     end: int,
     costs: list[list[LayerCost]],
-    choices: Sequence[Choice],
+    choices: Sequence[LayerChoice],
     place: StagePlace,
 ) -> list[list[LayerCost]]:
     """Costs in which layers that share parameters count them once, and their sums over stages take time."""

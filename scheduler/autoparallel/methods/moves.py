@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..costs.search_problem import Candidate, SearchProblem, Stages
-from ..inputs.layer_choices import Choice
+from ..inputs.layer_choices import LayerChoice
 from ..inputs.stages import StagePlan, pp_ranks_of
 
 
@@ -109,7 +109,7 @@ def _alike(problem: SearchProblem, stages: Stages) -> Iterator[Stages]:
         )
 
 
-def _replicas(stage: StagePlan, choice: Choice) -> int:
+def _replicas(stage: StagePlan, choice: LayerChoice) -> int:
     return choice.grid[2] if choice.grid else stage.num_ranks // choice.tp
 
 
@@ -149,7 +149,7 @@ def _with(stages: Stages, at: int, stage: StagePlan) -> Stages:
 def _is_valid(problem: SearchProblem, stages: Stages, count: int) -> bool:
     """Whether the rules of the search allow every choice of every stage."""
     for stage in stages:
-        allowed: set[Choice] = set(problem.choices(stage.num_ranks, problem.num_samples // count))
+        allowed: set[LayerChoice] = set(problem.choices(stage.num_ranks, problem.num_samples // count))
         if not allowed.issuperset(stage.choices):
             return False
         if problem.rules.executable and len({choice.stage_key for choice in stage.choices}) > 1:

@@ -11,7 +11,7 @@ from ..costs.collective_costs import StagePlace
 from ..costs.layer_costs import LayerCost
 from ..costs.search_problem import SearchProblem
 from ..costs.tied_costs import tied_share
-from ..inputs.layer_choices import Choice
+from ..inputs.layer_choices import LayerChoice
 
 
 def num_recomputed(part: float, count: int) -> int:
@@ -31,9 +31,9 @@ class OptionTables:
         self._num = len(problem.graph.layers)
         self._first, self._end = np.indices((self._num + 1, self._num + 1))
         self._middles: dict[float, np.ndarray] = {}
-        self._costs: dict[tuple[Choice, StagePlace], _ChoiceCosts] = {}
+        self._costs: dict[tuple[LayerChoice, StagePlace], _ChoiceCosts] = {}
 
-    def of(self, choice: Choice, place: StagePlace, recomputed: float) -> tuple[np.ndarray, ...]:
+    def of(self, choice: LayerChoice, place: StagePlace, recomputed: float) -> tuple[np.ndarray, ...]:
         """Six tables ``[first, end]`` of the costs of a stage of these layers.
 
         They are seconds forward and backward, bytes of activations, fixed bytes, seconds of gradient sums, and bytes at
@@ -68,14 +68,14 @@ class OptionTables:
         sync, ending = total("sync_seconds") + costs.tie_seconds, states + costs.tie_bytes
         return forward, total("backward_seconds"), activation, fixed, sync, ending
 
-    def _find_costs(self, choice: Choice, place: StagePlace) -> _ChoiceCosts:
+    def _find_costs(self, choice: LayerChoice, place: StagePlace) -> _ChoiceCosts:
         problem, class_of = self.problem, self.problem.class_of
         firsts = [class_of.index(number) for number in range(len(problem.layer_classes))]
         is_able = [problem.can_have(choice, layer, layer + 1) for layer in firsts]
         plain, again = (
             [
                 problem.layer_cost(
-                    layer, replace(choice, recompute=flag) if able else Choice(), place, self.num_microbatches
+                    layer, replace(choice, recompute=flag) if able else LayerChoice(), place, self.num_microbatches
                 )
                 for layer, able in zip(firsts, is_able, strict=True)
             ]
@@ -85,7 +85,7 @@ class OptionTables:
         ties = self._find_ties(costs, choice, place)
         return _ChoiceCosts.of(costs, [again[c] for c in class_of], [is_able[c] for c in class_of], ties)
 
-    def _find_ties(self, costs: Sequence[LayerCost], choice: Choice, place: StagePlace) -> np.ndarray:
+    def _find_ties(self, costs: Sequence[LayerCost], choice: LayerChoice, place: StagePlace) -> np.ndarray:
         """``[3, first, end]``: bytes of states counted twice; lower bounds on seconds and bytes of sums over stages.
 
         The values equal those of ``repeated_bytes`` and ``TiedCosts.least`` for one stage.

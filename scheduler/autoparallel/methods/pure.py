@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..costs.search_problem import Candidate, SearchProblem, Stages
-from ..inputs.layer_choices import Choice
+from ..inputs.layer_choices import LayerChoice
 from ..inputs.stages import StagePlan
 
 
@@ -43,7 +43,7 @@ def even_stages(problem: SearchProblem, degree: int, count: int) -> Iterator[Sta
             yield uniform_stages(cuts, firsts, size, choice)
 
 
-def uniform_stages(cuts: Sequence[int], firsts: Sequence[int], size: int, choice: Choice) -> Stages:
+def uniform_stages(cuts: Sequence[int], firsts: Sequence[int], size: int, choice: LayerChoice) -> Stages:
     """Stages of equal meshes that begin at ``cuts`` and ``firsts``, with one choice for all layers."""
     return tuple(
         StagePlan(start, end, first, first + size, (choice,) * (end - start))

@@ -28,7 +28,7 @@ from reshard import _native
 from ...ir.communication import RECVS_AHEAD
 from ..costs.collective_costs import StagePlace
 from ..costs.search_problem import SearchProblem, Stages
-from ..inputs.layer_choices import Choice, GridShape
+from ..inputs.layer_choices import GridShape, LayerChoice
 from ..inputs.stages import StagePlan
 from .option_tables import OptionTables, num_recomputed
 from .range_bytes import RangeBytes, bytes_of_cuts
@@ -48,7 +48,7 @@ class StageClass:
     grid: GridShape = ()
 
     @classmethod
-    def of(cls, num_ranks: int, choice: Choice) -> StageClass:
+    def of(cls, num_ranks: int, choice: LayerChoice) -> StageClass:
         """The class of stages of some ranks whose layers have a choice."""
         return cls(num_ranks, choice.tp, choice.grid)
 
@@ -61,7 +61,7 @@ class Option:
     """
 
     stage_class: int
-    choice: Choice
+    choice: LayerChoice
     recomputed: float
     place: int
 

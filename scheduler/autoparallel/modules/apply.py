@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from reshard.errors import ArgumentError
 
-from ...pipe.placement import Placement, ddp
+from ...model_stages.placement import Placement, ddp
 from ..inputs.stages import StagePlan
 
 

@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 from reshard.parallel.choice.grid_layer_cost import LayerSizes
 from reshard.parallel.conversion import find_refusal
 
-from ...pipe.partition.blocks import BlockStage
-from ...pipe.partition.stage_graph import Value
+from ...model_stages.partition.blocks import BlockStage
+from ...model_stages.partition.stage_graph import Value
 
 
 class SizeRecorder(TorchFunctionMode):

@@ -18,15 +18,15 @@ from reshard.arguments import check_arguments
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 
-from ...pipe.partition.batches import BatchOutline, name_batch, outline_batch
-from ...pipe.partition.blocks import Block, BlockStage
-from ...pipe.partition.stage_graph import FakeModel, NeedsDataError, StageGraph
-from ...pipe.partition.traced_cut import UntraceableError
-from ...pipe.pipe import Pipe
-from ...pipe.placement import Placement
-from ...pipe.profile import SavedBytes, count_saved_bytes
-from ...pipe.tensor_parallel import find_plan
-from ...runtime import torch_compat
+from ... import torch_compat
+from ...model_stages.partition.batches import BatchOutline, name_batch, outline_batch
+from ...model_stages.partition.blocks import Block, BlockStage
+from ...model_stages.partition.stage_graph import FakeModel, NeedsDataError, StageGraph
+from ...model_stages.partition.traced_cut import UntraceableError
+from ...model_stages.pipe import Pipe
+from ...model_stages.placement import Placement
+from ...model_stages.profile import SavedBytes, count_saved_bytes
+from ...model_stages.tensor_parallel import find_plan
 from ..inputs.layer_graph import Layer, LayerGraph, Tensor
 from .grid_sizes import SizeRecorder, find_grid_refusal
 

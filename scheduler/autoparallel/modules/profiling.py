@@ -16,8 +16,8 @@ from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 
-from ...pipe.partition.blocks import BlockStage
-from ...pipe.profile import count_saved_bytes
+from ...model_stages.partition.blocks import BlockStage
+from ...model_stages.profile import count_saved_bytes
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import ClassTimes, LayerProfile, LayerTimes
 from .layer_tracing import TracedModel, layer_inputs, run_layer

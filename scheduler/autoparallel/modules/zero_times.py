@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...runtime.torch_compat import idle_group
+from ...torch_compat import idle_group
 
 #: Copies of a layer in the measured module. FSDP treats the outer module as one more layer without parameters.
 NUM_COPIES = 2

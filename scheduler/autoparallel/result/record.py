@@ -15,7 +15,7 @@ from reshard.formatting import count_of
 
 from ...ir.schedule import Schedule
 from ...ir.text import parse_schedule
-from ..inputs.layer_choices import Choice
+from ..inputs.layer_choices import LayerChoice
 from ..inputs.stages import StagePlan, check_stages, describe_stages, pp_ranks_of
 from ..inputs.text_files import explain_refusal, read_object
 from .reports import Alternative, EdgeReport, StageReport, TieReport, balance_degrees, check_values
@@ -212,5 +212,5 @@ class TrainingPlanRecord:
 
 
 def _read_stage(data: dict[str, Any]) -> StagePlan:
-    choices = [Choice(**choice) for count, choice in data.pop("choices") for _ in range(count)]
+    choices = [LayerChoice(**choice) for count, choice in data.pop("choices") for _ in range(count)]
     return StagePlan(**data, choices=tuple(choices))

@@ -24,7 +24,7 @@ def of_schedules():
     pipeline, schedule, timeline = _scheduled()
     rows, columns, plan = plans()
     profile = scheduler.StageProfile(
-        4, tuple(scheduler.pipe.profile.StageTimes(1.0, 1.0, 1.0, 2.0, 8) for _ in range(4))
+        4, tuple(scheduler.model_stages.profile.StageTimes(1.0, 1.0, 1.0, 2.0, 8) for _ in range(4))
     )
     folder = tempfile.mkdtemp()
     built = {"pipeline": pipeline, "num_microbatches": 3}
@@ -91,7 +91,7 @@ def of_schedules():
         "to_html": (scheduler.to_html, {"schedule": schedule, "timeline": timeline}),
         "to_svg": (scheduler.to_svg, {"schedule": schedule, "timeline": timeline}),
         "StageProfile": (scheduler.StageProfile, fields_of(profile)),
-        "StageTimes": (scheduler.pipe.profile.StageTimes, fields_of(profile.stages[0])),
+        "StageTimes": (scheduler.model_stages.profile.StageTimes, fields_of(profile.stages[0])),
         "StageProfile.apply": (profile.apply, {"pipeline": pipeline, "num_samples": 8}),
         "StageProfile.save": (profile.save, {"path": f"{folder}/profile.json"}),
         "StageProfile.load": (scheduler.StageProfile.load, {"path": f"{folder}/read.json"}),

@@ -37,7 +37,7 @@ def of_searches():
     profile.save(f"{folder}/read.json")
     training_plan.save(f"{folder}/plan_read.json")
     problem = SearchProblem(graph, cluster, profile, 8)
-    choice, rules = autoparallel.Choice(tp=2), autoparallel.ChoiceRules()
+    choice, rules = autoparallel.LayerChoice(tp=2), autoparallel.ChoiceRules()
     key = graph.layers[0].key
     stages = problem.pipeline(training_plan.stages, training_plan.num_microbatches)
     measured = Measurement((1.0,), (scheduler.simulate_schedule(training_plan.schedule, stages),))
@@ -46,17 +46,17 @@ def of_searches():
         "search": (
             autoparallel.search,
             {"graph": graph, "cluster": cluster, "profile": profile, "num_samples": 8, "method": "pure"}
-            | {"keep": {"tp": 1, "zero": 0}, "states": autoparallel.StateBytes(), "rules": rules, "compression": None},
+            | {"fixed": {"tp": 1, "zero": 0}, "states": autoparallel.StateBytes(), "rules": rules, "compression": None},
         ),
         "StateBytes": (autoparallel.StateBytes, {"weight": 4.0, "gradient": 4.0, "optimizer": 8.0}),
-        "Choice": (autoparallel.Choice, {"tp": 2, "zero": 0, "recompute": False, "grid": ()}),
-        "Choice.on_grid": (
-            autoparallel.Choice.on_grid,
+        "LayerChoice": (autoparallel.LayerChoice, {"tp": 2, "zero": 0, "recompute": False, "grid": ()}),
+        "LayerChoice.on_grid": (
+            autoparallel.LayerChoice.on_grid,
             {"rows": 2, "cols": 2, "depth": 1, "zero": 0, "recompute": False},
         ),
-        "Choice.sample_shards": (choice.sample_shards, {"num_ranks": 4}),
-        "Choice.fits": (choice.fits, {"num_ranks": 4}),
-        "Choice.describe": (choice.describe, {"num_ranks": 4}),
+        "LayerChoice.sample_shards": (choice.sample_shards, {"num_ranks": 4}),
+        "LayerChoice.fits": (choice.fits, {"num_ranks": 4}),
+        "LayerChoice.describe": (choice.describe, {"num_ranks": 4}),
         "ChoiceRules": (autoparallel.ChoiceRules, fields_of(rules)),
         "ChoiceRules.choices": (rules.choices, {"num_devices": 4, "host_devices": 2}),
         "ChoiceRules.grid_shapes": (rules.grid_shapes, {"num_devices": 4, "host_devices": 2}),

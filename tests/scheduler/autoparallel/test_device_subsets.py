@@ -11,7 +11,7 @@ import pytest
 
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, LayerProfile, device_subsets, search
+from reshard.scheduler.autoparallel import Cluster, LayerChoice, LayerGraph, LayerProfile, device_subsets, search
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.device_subsets import _ClusterPart, _search_parts, choose_part
@@ -66,9 +66,9 @@ def check_cluster(seed):
     whole = Cluster(Topology(ranks, hosts, inside_bytes_per_second=2e10), rng.choice([1e9, 3e8, 1e8]))
     profile = LayerProfile.estimate(graph, flops_per_second=rng.choice([1e11, 1e12, 1e13]))
 
-    def seconds(cluster, keep):
+    def seconds(cluster, fixed):
         try:
-            return search(graph, cluster, profile, num_samples=16, keep=keep).seconds
+            return search(graph, cluster, profile, num_samples=16, fixed=fixed).seconds
         except ArgumentError:
             return math.inf
 
@@ -113,13 +113,13 @@ def test_the_part_with_the_fastest_quick_plan_is_searched_first_and_rules_out_ot
 @pytest.mark.integration
 def test_a_stage_waits_for_its_slowest_device():
     mixed = Cluster(HOSTS, 1e9, device_types=("new", "old", "new", "new"))
-    keep = {"idle": False, "tp": 1, "recompute": False, "grid": None}
+    fixed = {"idle": False, "tp": 1, "recompute": False, "grid": None}
     profiles = {"old": SLOW, "new": FAST}
-    found = search(GRAPH, mixed, profiles, num_samples=8, keep=keep)
-    assert found.seconds > search(GRAPH, Cluster(HOSTS, 1e9), FAST, num_samples=8, keep=keep).seconds
-    assert found.seconds < search(GRAPH, Cluster(HOSTS, 1e9), SLOW, num_samples=8, keep=keep).seconds
+    found = search(GRAPH, mixed, profiles, num_samples=8, fixed=fixed)
+    assert found.seconds > search(GRAPH, Cluster(HOSTS, 1e9), FAST, num_samples=8, fixed=fixed).seconds
+    assert found.seconds < search(GRAPH, Cluster(HOSTS, 1e9), SLOW, num_samples=8, fixed=fixed).seconds
     busy = {s.first_rank: r.busy_seconds / s.num_layers for s, r in zip(found.stages, found.reports, strict=True)}
-    assert found == search(GRAPH, mixed, dict(reversed(profiles.items())), num_samples=8, keep=keep) and busy
+    assert found == search(GRAPH, mixed, dict(reversed(profiles.items())), num_samples=8, fixed=fixed) and busy
 
 
 @pytest.mark.nightly
@@ -148,9 +148,9 @@ def test_devices_of_one_type_work_without_others_of_their_host():
     assert {(0, 2), (1, 2), (1, 0)} <= set(cluster.parts({"old": 1.0, "new": 50.0}))
     graph = make_graph(random.Random("types 15"), 2)
     old, new = (LayerProfile.estimate(graph, flops_per_second=rate) for rate in (1e11, 5e12))
-    keep = {"num_microbatches": 1}
-    alone = search(graph, cluster.select((0, 2)), {"old": old}, num_samples=8, keep={**keep, "idle": False})
-    assert search(graph, cluster, {"old": old, "new": new}, num_samples=8, keep=keep).seconds <= alone.seconds
+    fixed = {"num_microbatches": 1}
+    alone = search(graph, cluster.select((0, 2)), {"old": old}, num_samples=8, fixed={**fixed, "idle": False})
+    assert search(graph, cluster, {"old": old, "new": new}, num_samples=8, fixed=fixed).seconds <= alone.seconds
 
 
 def test_a_device_on_which_a_step_takes_no_time_is_searched_first():
@@ -194,12 +194,12 @@ def test_a_refusal_says_how_much_memory_is_short_and_that_much_suffices():
     """Three hosts do not divide 16 samples, but three stages do, with more memory."""
     graph = LayerGraph.transformer(layers=4, hidden=256, heads=4, sequence=64)
     profile, topology = LayerProfile.estimate(graph, flops_per_second=1e11), Topology.uniform((0, 1, 2), 1e9)
-    keep = {"tp": 1, "grid": None}
+    fixed = {"tp": 1, "grid": None}
     with pytest.raises(ArgumentError, match=r"GB more memory on each device, this does: .*, layer") as refused:
-        search(graph, Cluster(topology, 1.2e7), profile, num_samples=16, keep=keep)
+        search(graph, Cluster(topology, 1.2e7), profile, num_samples=16, fixed=fixed)
     assert "nor does anything fit on a part of the cluster" in str(refused.value)
     lacks = float(str(refused.value).split("with ")[1].split(" GB")[0]) * 1e9
-    assert search(graph, Cluster(topology, 1.2e7 + 1.01 * lacks), profile, num_samples=16, keep=keep).num_ranks == 3
+    assert search(graph, Cluster(topology, 1.2e7 + 1.01 * lacks), profile, num_samples=16, fixed=fixed).num_ranks == 3
 
 
 def with_zero_3(profile, gather, spread):
@@ -217,15 +217,15 @@ def with_zero_3(profile, gather, spread):
 
 def test_zero_3_is_chosen_only_where_it_gains_more_than_the_profile_can_tell():
     cluster = Cluster(Topology.uniform((0, 1), 1e9), 1e9)
-    keep = {"num_microbatches": 1, "tp": 1, "recompute": False, "grid": None, "idle": False}
+    fixed = {"num_microbatches": 1, "tp": 1, "recompute": False, "grid": None, "idle": False}
 
     def zero(gather, spread):
-        found = search(GRAPH, cluster, with_zero_3(FAST, gather, spread), num_samples=8, keep=keep)
+        found = search(GRAPH, cluster, with_zero_3(FAST, gather, spread), num_samples=8, fixed=fixed)
         assert len(found.stages) == 1
         return found.stages[0].choices[0].zero, found
 
     free, found = zero(0.0, 0.0)
-    plain = search(GRAPH, cluster, FAST, num_samples=8, keep={**keep, "zero": 0})
+    plain = search(GRAPH, cluster, FAST, num_samples=8, fixed={**fixed, "zero": 0})
     assert free == 3 and found.seconds < plain.seconds  # a scatter is half of an all-reduce, and gathers are hidden
     gain = plain.seconds / found.seconds - 1
     assert zero(0.0, 0.9 * gain / 0.4)[0] == 3
@@ -239,13 +239,13 @@ def test_zero_3_is_chosen_only_where_it_gains_more_than_the_profile_can_tell():
 
 def test_codecs_are_compared_with_the_fastest_plan_without_them_not_with_a_simpler_one():
     links = Topology.uniform((0, 1), 1e9)
-    keep = {"num_microbatches": 1, "tp": 1, "recompute": False, "grid": None, "idle": False}
-    fastest = search(GRAPH, Cluster(links, 1e9), FAST, num_samples=8, keep=keep)
+    fixed = {"num_microbatches": 1, "tp": 1, "recompute": False, "grid": None, "idle": False}
+    fastest = search(GRAPH, Cluster(links, 1e9), FAST, num_samples=8, fixed=fixed)
 
     def find(rate):
         cluster = Cluster(replace(links, codec_rates=(CodecRate("int8x128", rate, rate),)), 1e9)
         noisy, policy = with_zero_3(FAST, 0.0, 0.7), Policy(dp="int8x128")
-        return search(GRAPH, cluster, noisy, num_samples=8, keep=keep, compression=policy)
+        return search(GRAPH, cluster, noisy, num_samples=8, fixed=fixed, compression=policy)
 
     simpler, encoded = find(1e10), find(1e12)
     assert fastest.stages[0].choices[0].zero == 3 and simpler.stages[0].choices[0].zero == 0
@@ -257,10 +257,10 @@ def test_parts_are_compared_before_a_simpler_plan_is_chosen(monkeypatch):
     for bound in ("work_bound", "step_bound_of_any"):
         monkeypatch.setattr(device_subsets, bound, lambda problem: 0.0)  # excludes no part
     cluster = Cluster(Topology.uniform((0, 1), 5.2e8), 1e9)
-    keep = {"num_microbatches": 1, "tp": 1, "recompute": False, "grid": None}
-    fastest = search(GRAPH, cluster, FAST, num_samples=8, keep=keep)
-    alone = search(GRAPH, cluster.select([0]), FAST, num_samples=8, keep=keep)
-    found = search(GRAPH, cluster, with_zero_3(FAST, 0.0, 0.8), num_samples=8, keep=keep)
+    fixed = {"num_microbatches": 1, "tp": 1, "recompute": False, "grid": None}
+    fastest = search(GRAPH, cluster, FAST, num_samples=8, fixed=fixed)
+    alone = search(GRAPH, cluster.select([0]), FAST, num_samples=8, fixed=fixed)
+    found = search(GRAPH, cluster, with_zero_3(FAST, 0.0, 0.8), num_samples=8, fixed=fixed)
     assert found.stages[0].choices[0].zero == 0  # simpler than the fastest one
     assert fastest.seconds < alone.seconds < found.seconds
     assert found.num_ranks == 2
@@ -280,7 +280,9 @@ def test_optional_codecs_that_no_engine_runs_exclude_no_part():
 def simulate_plan(problem, num_microbatches, *ends, thorough=False):
     """The evaluation of stages that end at these layers and ranks, each of replicas."""
     pairs = itertools.pairwise([(0, 0), *ends])
-    stages = [StagePlan(first, end, rank, stop, (Choice(),) * (end - first)) for (first, rank), (end, stop) in pairs]
+    stages = [
+        StagePlan(first, end, rank, stop, (LayerChoice(),) * (end - first)) for (first, rank), (end, stop) in pairs
+    ]
     return evaluate(problem, Candidate("by hand", tuple(stages), num_microbatches), thorough=thorough)
 
 

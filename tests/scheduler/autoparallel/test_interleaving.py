@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import Choice, ChoiceRules, TrainingPlan, search
+from reshard.scheduler.autoparallel import ChoiceRules, LayerChoice, TrainingPlan, search
 from reshard.scheduler.autoparallel.costs.codec_costs import RAW, CodecCost, CodecCosts
 from reshard.scheduler.autoparallel.costs.device_peaks import peak_of_stages
 from reshard.scheduler.autoparallel.costs.iteration import exposed_sums
@@ -71,7 +71,7 @@ def test_moves_improve_as_many_other_candidates_if_the_fastest_are_interleaved(m
 def test_a_move_gives_one_choice_to_all_stages_on_the_same_ranks_if_a_later_one_differs():
     problems = (make_problem(seed, max_layers=6) for seed in range(100))
     problem = next(item for item in problems if len(item.graph.layers) == 5 and item.cluster.num_ranks == 2)
-    plain, recompute = Choice(), Choice(recompute=True)
+    plain, recompute = LayerChoice(), LayerChoice(recompute=True)
     first, other = StagePlan(0, 2, 0, 1, (plain,) * 2), StagePlan(2, 3, 1, 2, (recompute,))
     differs = Candidate("test", (first, other, StagePlan(3, 5, 0, 1, (recompute,) * 2)), problem.microbatch_counts[0])
     alike = (first, other, StagePlan(3, 5, 0, 1, (plain,) * 2))
@@ -80,7 +80,7 @@ def test_a_move_gives_one_choice_to_all_stages_on_the_same_ranks_if_a_later_one_
 
 def test_an_interleaved_plan_says_which_stages_share_ranks_and_is_read_back():
     problem = make_problem(0, max_layers=6)
-    found = search(problem.graph, problem.cluster, problem.profile, num_samples=8, keep={"num_microbatches": 4})
+    found = search(problem.graph, problem.cluster, problem.profile, num_samples=8, fixed={"num_microbatches": 4})
     assert found.pp_ranks == (0, 1, 1, 0) and found.num_ranks == 3
     assert TrainingPlan.from_json(found.to_json()) == found
     text = found.explain()
@@ -95,8 +95,8 @@ def test_an_interleaved_plan_says_which_stages_share_ranks_and_is_read_back():
 
 def test_rules_can_allow_one_stage_on_each_mesh_alone():
     problem = make_problem(0, max_layers=6)
-    rules, keep = ChoiceRules(max_stages_per_rank=1), {"num_microbatches": 4}
-    found = search(problem.graph, problem.cluster, problem.profile, num_samples=8, keep=keep, rules=rules)
+    rules, fixed = ChoiceRules(max_stages_per_rank=1), {"num_microbatches": 4}
+    found = search(problem.graph, problem.cluster, problem.profile, num_samples=8, fixed=fixed, rules=rules)
     assert len(set(found.pp_ranks)) == len(found.stages)
     with pytest.raises(ArgumentError, match="max_stages_per_rank of ChoiceRules is 0; it must be at least 1"):
         ChoiceRules(max_stages_per_rank=0)
@@ -113,11 +113,11 @@ def test_a_device_makes_early_sums_one_after_the_other_and_the_others_after_its_
 
 
 def test_only_raw_sums_under_ddp_are_early():
-    others = (Choice(2), Choice(zero=1), Choice(zero=3), Choice.on_grid(1, 1, 2))
-    assert may_sum_early(Choice(), RAW) and not any(may_sum_early(choice, RAW) for choice in others)
+    others = (LayerChoice(2), LayerChoice(zero=1), LayerChoice(zero=3), LayerChoice.on_grid(1, 1, 2))
+    assert may_sum_early(LayerChoice(), RAW) and not any(may_sum_early(choice, RAW) for choice in others)
     codec = CodecCost(0.25, 1e9, 1e9)
-    assert not may_sum_early(Choice(), CodecCosts(codec)) and may_sum_early(
-        Choice(), CodecCosts(codec, is_optional=True)
+    assert not may_sum_early(LayerChoice(), CodecCosts(codec)) and may_sum_early(
+        LayerChoice(), CodecCosts(codec, is_optional=True)
     )
 
 
@@ -140,13 +140,13 @@ def test_the_memory_of_a_device_adds_its_stages_over_time():
 @pytest.mark.parametrize(
     ("second", "text"),
     [
-        (StagePlan(1, 2, 0, 1, (Choice(),)), "begins with layer 1 and rank 0; .* or have the ranks of an earlier"),
-        (StagePlan(1, 2, 0, 2, (Choice(2),)), "stages 0 and 1 share ranks 0 to 1, but have tp=1 and tp=2"),
+        (StagePlan(1, 2, 0, 1, (LayerChoice(),)), "begins with layer 1 and rank 0; .* or have the ranks of an earlier"),
+        (StagePlan(1, 2, 0, 2, (LayerChoice(2),)), "stages 0 and 1 share ranks 0 to 1, but have tp=1 and tp=2"),
     ],
 )
 def test_stages_that_share_ranks_have_the_same_ranks_and_divide_layers_alike(second, text):
-    first = StagePlan(0, 1, 0, 2, (Choice(),))
-    check_stages([first, replace(second, end_rank=2, choices=(Choice(),))])
+    first = StagePlan(0, 1, 0, 2, (LayerChoice(),))
+    check_stages([first, replace(second, end_rank=2, choices=(LayerChoice(),))])
     with pytest.raises(ArgumentError, match=text):
         check_stages([first, second])
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import (
-    Choice,
     Cluster,
+    LayerChoice,
     LayerGraph,
     LayerProfile,
     profile_layers,
@@ -82,7 +82,7 @@ def test_layers_that_no_grid_can_cut_say_why():
         Cluster(Topology.uniform((0, 0), 1e9), 1e9),
         LayerProfile.estimate(graph, flops_per_second=1e6),
         num_samples=4,
-        keep={"grid": (1, 2, 1)},
+        fixed={"grid": (1, 2, 1)},
     )
     assert all(not choice.grid for stage in match.stages for choice in stage.choices if stage.first_layer != 1)
     assert "layer 'first' cannot be on a grid: parallelize cannot cut 'mixed', a torch.nn.modules.conv.Conv1d" in (
@@ -130,7 +130,7 @@ def test_tied_parameters_of_one_stage_count_once():
     assert LayerGraph.from_json(tied.to_json()) == tied
     profile = LayerProfile.estimate(tied, flops_per_second=1e9)
     problem = SearchProblem(tied, Cluster(Topology.uniform((0, 0), 1e9), 1e9), profile, 4, microbatch_counts=(2,))
-    plain = (Choice(),) * 5
+    plain = (LayerChoice(),) * 5
     whole = problem.stage_cost(StagePlan(0, 5, 0, 1, plain), 2)
     parts = [
         problem.stage_cost(item, 2) for item in (StagePlan(0, 2, 0, 1, plain[:2]), StagePlan(2, 5, 1, 2, plain[2:]))

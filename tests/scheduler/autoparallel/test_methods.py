@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from reshard.scheduler import simulate_schedule
-from reshard.scheduler.autoparallel import Choice, ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, Tensor
+from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerChoice, LayerGraph, LayerProfile, Tensor
 from reshard.scheduler.autoparallel.costs.device_peaks import peak_of_stage
 from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_seconds
 from reshard.scheduler.autoparallel.costs.layer_costs import LayerCost, late_bytes, slowest_of, working_bytes
@@ -95,7 +95,8 @@ def test_a_stage_may_use_all_of_a_port_that_no_other_stage_uses(sizes, slow_cut)
     uneven = (2, 3, 1) if slow_cut == 4 else (1, 3, 2)
     ends = itertools.accumulate(uneven)
     others = [
-        StagePlan(end - n, end, r, r + 1, (Choice(),) * n) for r, (n, end) in enumerate(zip(uneven, ends, strict=True))
+        StagePlan(end - n, end, r, r + 1, (LayerChoice(),) * n)
+        for r, (n, end) in enumerate(zip(uneven, ends, strict=True))
     ]
     assert evaluate(problem, found).seconds < evaluate(problem, Candidate("by hand", tuple(others), 8)).seconds
 
@@ -256,19 +257,19 @@ def test_auto_is_never_behind_a_candidate(seed, grids):  # with seed 2, nothing 
 
 def test_gradients_count_from_the_first_backward():
     problem = make_problem(1)
-    plain = problem.layer_cost(0, Choice(), problem.place(0, 1), 4)
+    plain = problem.layer_cost(0, LayerChoice(), problem.place(0, 1), 4)
     costs = [replace(plain, gradient_bytes=g, activation_bytes=a) for g, a in ((4.0, 3.0), (1.0, 5.0))]
     assert late_bytes(costs) == 4.0  # of the last layer, before its activations are released
     costs = [replace(plain, gradient_bytes=g, activation_bytes=a) for g, a in ((4.0, 3.0), (6.0, 5.0))]
     assert late_bytes(costs) == 4.0  # of the last layer only, as 4 + 6 - 5 is less than 6
-    stage = problem.stage_cost(StagePlan(0, 1, 0, 1, (Choice(),)), 4)
+    stage = problem.stage_cost(StagePlan(0, 1, 0, 1, (LayerChoice(),)), 4)
     assert peak_of_stage(stage, 3).memory_bytes == stage.memory_bytes(3)
     assert peak_of_stage(stage, 4).memory_bytes == stage.memory_bytes(4) - late_bytes([plain])
 
 
 def test_buffers_hold_only_microbatches_that_are_left_in_the_step():
     problem = make_problem(1)
-    plain = problem.stage_cost(StagePlan(0, 1, 0, 1, (Choice(),)), 4)
+    plain = problem.stage_cost(StagePlan(0, 1, 0, 1, (LayerChoice(),)), 4)
     stage = replace(plain, state_bytes=10.0, late_bytes=1.0, buffer_bytes=6.0, received_bytes=4.0, num_microbatches=4)
     assert [sum(stage.peak_parts(held)) for held in (1, 2, 3, 4)] == [16.0, 15.0, 13.0, 11.0]
     assert stage.peak_parts(1) == (10.0, 6.0)  # with all gradients
@@ -280,7 +281,7 @@ def test_buffers_hold_only_microbatches_that_are_left_in_the_step():
 
 def test_a_layer_is_recomputed_with_its_own_parameters_not_with_those_of_the_largest_layer():
     problem = make_problem(1)
-    plain = problem.layer_cost(0, Choice(), problem.place(0, 1), 4)
+    plain = problem.layer_cost(0, LayerChoice(), problem.place(0, 1), 4)
 
     def working(*layers):
         names = "recompute_bytes", "gathered_bytes", "activation_bytes"

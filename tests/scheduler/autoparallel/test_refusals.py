@@ -12,10 +12,10 @@ import pytest
 from reshard.errors import ArgumentError
 from reshard.parallel.choice.grid_layer_cost import LayerSizes
 from reshard.scheduler.autoparallel import (
-    Choice,
     ChoiceRules,
     Cluster,
     Layer,
+    LayerChoice,
     LayerGraph,
     LayerProfile,
     Tensor,
@@ -35,22 +35,22 @@ def training_plan():
 
 
 @pytest.mark.parametrize(
-    ("keep", "text"),
+    ("fixed", "text"),
     [
         ({"grid": (2, 2)}, r"grid \(2, 2\) must be \(rows, cols, depth\)"),
-        ({"grid": "2x2x1"}, "keep fixes grid at '2x2x1'"),
+        ({"grid": "2x2x1"}, "fixed= sets grid to '2x2x1'"),
         ({"grid": (2, 2, 4)}, "grid=2x2x4, which has 16 ranks; a stage on a grid has one of 2, 4 ranks"),
-        ({"grid": (2, 2, 1), "tp": 2}, "tp at 2, and grid=2x2x1, .* rows . cols = 4 ranks; keep only one of them"),
-        ({"grid": (4, 4, 1), "tp": 2}, "tp at 2, and grid=4x4x1, .* rows . cols = 16 ranks; keep only one of them"),
-        ({"grid": (2, 2, 1), "zero": 3}, "zero at 3, and grid=2x2x1, whose depth of 1 has no replicas"),
-        ({"recompute": "no"}, "keep fixes recompute at 'no'; it must be True or False"),
-        (["tp"], "keep must be a Mapping"),
+        ({"grid": (2, 2, 1), "tp": 2}, "tp to 2, and grid=2x2x1, .* rows . cols = 4 ranks; keep only one of them"),
+        ({"grid": (4, 4, 1), "tp": 2}, "tp to 2, and grid=4x4x1, .* rows . cols = 16 ranks; keep only one of them"),
+        ({"grid": (2, 2, 1), "zero": 3}, "zero to 3, and grid=2x2x1, whose depth of 1 has no replicas"),
+        ({"recompute": "no"}, "fixed= sets recompute to 'no'; it must be True or False"),
+        (["tp"], "fixed must be a Mapping"),
     ],
     ids=str,
 )
-def test_parts_that_cannot_be_kept_are_refused(keep, text):
+def test_parts_that_cannot_be_kept_are_refused(fixed, text):
     with pytest.raises(ArgumentError, match=text):
-        search(GRAPH, CLUSTER, PROFILE, num_samples=8, keep=keep)
+        search(GRAPH, CLUSTER, PROFILE, num_samples=8, fixed=fixed)
 
 
 def vary(spreads):
@@ -85,7 +85,7 @@ def test_a_search_warns_of_a_noisy_profile_once():
         ),
         (lambda: ChoiceRules(recompute=()), r"recompute of ChoiceRules is \(\)"),
         (lambda: ChoiceRules(min_tp=4, max_tp=2), "min_tp is 4 and max_tp 2; .* 1 <= least <= max"),
-        (lambda: Choice(0), "tp is 0 and zero 0"),
+        (lambda: LayerChoice(0), "tp is 0 and zero 0"),
         (lambda: Cluster(HOSTS, None), "memory_limit_bytes is None"),
         (lambda: replace(GRAPH, ties=((0, 5),)), r"a tie is \(0, 5\); it must be \(layers, number of parameters\)"),
         (lambda: Tensor("x", 5, "float32", 0, (1,)), "shape of tensor 'x' is 5"),
@@ -100,8 +100,8 @@ def test_a_search_warns_of_a_noisy_profile_once():
         (lambda: Tensor("x", (1,), "float32", 0, (1,), {"a": 1}), "has_gradient of tensor 'x' is "),
         (lambda: replace(GRAPH.layers[0], grid_sizes=2), "grid_sizes of layer .* is 2; it must be LayerSizes"),
         (lambda: replace(GRAPH.layers[0], grid_refusal=["a"]), "the grid_refusal of a layer must be a string"),
-        (lambda: Choice(recompute=[1]), r"recompute of a choice is \[1\]; it must be a bool"),
-        (lambda: StagePlan(0, 1, 0, 1.0, (Choice(),)), r"layers and ranks of a stage are \(0, 1, 0, 1.0\)"),
+        (lambda: LayerChoice(recompute=[1]), r"recompute of a choice is \[1\]; it must be a bool"),
+        (lambda: StagePlan(0, 1, 0, 1.0, (LayerChoice(),)), r"layers and ranks of a stage are \(0, 1, 0, 1.0\)"),
         (lambda: make_graph(heads=5), "5 heads do not divide hidden"),
         (lambda: LayerProfile.read("/no/such/file"), "cannot read /no/such/file: No such file or directory$"),
         (lambda: TrainingPlan.read("/"), "cannot read /"),
@@ -168,9 +168,9 @@ def test_sizes_and_samples_that_no_float_holds_are_refused():
 
 
 def test_candidates_of_a_method_must_fit_the_problem():
-    whole = (StagePlan(0, len(GRAPH.layers), 0, 4, (Choice(),) * len(GRAPH.layers)),)
+    whole = (StagePlan(0, len(GRAPH.layers), 0, 4, (LayerChoice(),) * len(GRAPH.layers)),)
     for stages, count, text in (
-        ((StagePlan(0, 2, 0, 4, (Choice(),) * 2),), 4, "have 2 layers on 4 ranks; the model has "),
+        ((StagePlan(0, 2, 0, 4, (LayerChoice(),) * 2),), 4, "have 2 layers on 4 ranks; the model has "),
         (whole, 3, "the search allows 1, 2, 4, 8"),
         (whole, 8, "1 samples of a microbatch do not divide over the 4 replicas"),
     ):
@@ -192,4 +192,4 @@ def test_a_tp_degree_that_no_layer_allows_is_named():
     profile = LayerProfile.estimate(graph, flops_per_second=1e9)
     message = r"no stage can have tp=2: the layers of .* allow tp=1 at most; use a smaller tp, or pass a tp_plan"
     with pytest.raises(ArgumentError, match=message):
-        search(graph, CLUSTER, profile, num_samples=4, keep={"tp": 2})
+        search(graph, CLUSTER, profile, num_samples=4, fixed={"tp": 2})

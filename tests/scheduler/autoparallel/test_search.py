@@ -21,10 +21,10 @@ from reshard.parallel.grid.cuts import AXES
 from reshard.scheduler import check_schedule
 from reshard.scheduler.autoparallel import (
     MIXED_PRECISION,
-    Choice,
     ChoiceRules,
     Cluster,
     Layer,
+    LayerChoice,
     LayerGraph,
     LayerProfile,
     Tensor,
@@ -120,7 +120,7 @@ def test_explain_prints_both_balance_degrees(training_plan):
 def test_progress_names_each_step_and_rises():
     steps = []
     kept = {"num_microbatches": 4, "recompute": 0}
-    search(GRAPH, CLUSTER, PROFILE, num_samples=8, keep=kept, progress=lambda done, text: steps.append((done, text)))
+    search(GRAPH, CLUSTER, PROFILE, num_samples=8, fixed=kept, progress=lambda done, text: steps.append((done, text)))
     assert steps[0] == (0.0, "bounds") and steps[1] == (0.0, "joint on 4 ranks")
     parts = [done for done, _ in steps]
     assert parts == sorted(parts) and 0.1 < parts[-1] <= 1
@@ -132,7 +132,7 @@ def test_the_drawing_shows_stages_on_hosts_and_the_seconds_of_edges():
     kept = {"num_microbatches": 4}
     skip = Tensor("skip", (1, 1000), "float32", 0, (3,))
     graph = replace(GRAPH, tensors=(*GRAPH.tensors, skip))
-    match = search(graph, Cluster(HOSTS, 1e9), PROFILE, num_samples=8, keep=kept, method=split_in_four)
+    match = search(graph, Cluster(HOSTS, 1e9), PROFILE, num_samples=8, fixed=kept, method=split_in_four)
     root = ElementTree.fromstring(match.to_svg())
     texts = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
     for number, stage in enumerate(match.stages):
@@ -145,7 +145,7 @@ def test_the_drawing_shows_stages_on_hosts_and_the_seconds_of_edges():
 
 
 def split_in_four(problem):
-    stages = tuple(StagePlan(index, index + 1, index, index + 1, (Choice(),)) for index in range(4))
+    stages = tuple(StagePlan(index, index + 1, index, index + 1, (LayerChoice(),)) for index in range(4))
     return (Candidate("four", stages, problem.microbatch_counts[0]),)
 
 
@@ -161,12 +161,12 @@ def test_the_answer_does_not_depend_on_the_hash_seed(training_plan):
 
 
 def test_search_keeps_the_choices_that_keep_names():
-    kept = search(GRAPH, CLUSTER, PROFILE, num_samples=8, keep={"num_microbatches": 4, "tp": 2, "recompute": True})
+    kept = search(GRAPH, CLUSTER, PROFILE, num_samples=8, fixed={"num_microbatches": 4, "tp": 2, "recompute": True})
     assert kept.num_microbatches == 4
     assert {choice.tp for stage in kept.stages for choice in stage.choices} == {2}
     assert all(choice.recompute for stage in kept.stages for choice in stage.choices)
-    with pytest.raises(ArgumentError, match="keep names 'pp'"):
-        search(GRAPH, CLUSTER, PROFILE, num_samples=8, keep={"pp": 2})
+    with pytest.raises(ArgumentError, match="fixed= names 'pp'"):
+        search(GRAPH, CLUSTER, PROFILE, num_samples=8, fixed={"pp": 2})
 
 
 def test_zero_3_over_the_depth_of_a_grid_is_chosen_where_memory_is_short():
@@ -180,8 +180,8 @@ def test_zero_3_over_the_depth_of_a_grid_is_chosen_where_memory_is_short():
 
     def find(megabytes):
         cluster = Cluster(Topology.uniform((0, 0, 1, 1), 1e8), megabytes * 1e6)
-        keep = {"num_microbatches": 2, "grid": (1, 2, 2), "recompute": False}
-        return search(graph, cluster, profile, num_samples=4, keep=keep, method=one_stage)
+        fixed = {"num_microbatches": 2, "grid": (1, 2, 2), "recompute": False}
+        return search(graph, cluster, profile, num_samples=4, fixed=fixed, method=one_stage)
 
     plain = find(100)
     assert str(plain.stages[0].choices[0]) == "grid=1x2x2"
@@ -190,7 +190,7 @@ def test_zero_3_over_the_depth_of_a_grid_is_chosen_where_memory_is_short():
     assert sharded.reports[0].state_bytes < 0.8 * plain.reports[0].state_bytes
     assert sharded.seconds > plain.seconds
     with pytest.raises(ArgumentError, match="ZeRO only over a depth of at least 2, not tp=2 and zero=3"):
-        Choice.on_grid(1, 2, 1, zero=3)
+        LayerChoice.on_grid(1, 2, 1, zero=3)
 
 
 @pytest.mark.nightly
@@ -203,9 +203,9 @@ def test_codecs_are_chosen_where_they_make_a_step_shorter():
 
     def find(rate):
         cluster = Cluster(replace(slow, codec_rates=(CodecRate("int8x128", rate, rate),)), 1e9)
-        return search(graph, cluster, profile, num_samples=12, keep=kept, compression=policy)
+        return search(graph, cluster, profile, num_samples=12, fixed=kept, compression=policy)
 
-    plain = search(graph, Cluster(slow, 1e9), profile, num_samples=12, keep=kept)
+    plain = search(graph, Cluster(slow, 1e9), profile, num_samples=12, fixed=kept)
     assert plain.compression is None
     encoded = find(1e10)
     assert encoded.seconds < 0.5 * plain.seconds
@@ -223,12 +223,12 @@ def test_codecs_are_chosen_where_they_make_a_step_shorter():
         search(graph, Cluster(slow, 1e9), profile, num_samples=12, compression=Policy(optimizer="int8x128"))
 
 
-@pytest.mark.parametrize(("dimension", "keep"), [("zero", {"zero": 3, "tp": 1}), ("tp", {"grid": (2, 2, 1)})])
-def test_codecs_of_zero_and_grids_are_chosen_where_they_make_a_step_shorter(dimension, keep):
+@pytest.mark.parametrize(("dimension", "fixed"), [("zero", {"zero": 3, "tp": 1}), ("tp", {"grid": (2, 2, 1)})])
+def test_codecs_of_zero_and_grids_are_chosen_where_they_make_a_step_shorter(dimension, fixed):
     graph = LayerGraph.transformer(layers=2, hidden=64, heads=4, sequence=32, vocabulary=64, dtype="float32")
     profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     slow = Topology.uniform((0, 1, 2, 3), 1e7)
-    keep = {"num_microbatches": 1, **keep}
+    fixed = {"num_microbatches": 1, **fixed}
     feedback = ("dp", "zero") if dimension == "zero" else ("dp",)
     policy = Policy(dp="int8x128", **{dimension: "int8x128"}, feedback=feedback, raw_steps=2)
 
@@ -236,11 +236,11 @@ def test_codecs_of_zero_and_grids_are_chosen_where_they_make_a_step_shorter(dime
         rules = ChoiceRules(recompute=(False,))
         cluster = Cluster(replace(slow, codec_rates=(CodecRate("int8x128", rate, rate),)), 1e9)
         return search(
-            graph, cluster, profile, num_samples=8, keep=keep, rules=rules, compression=policy, method=one_stage
+            graph, cluster, profile, num_samples=8, fixed=fixed, rules=rules, compression=policy, method=one_stage
         )
 
     def one_stage(problem):
-        choice = Choice(zero=3) if dimension == "zero" else Choice.on_grid(2, 2)
+        choice = LayerChoice(zero=3) if dimension == "zero" else LayerChoice.on_grid(2, 2)
         return [Candidate("one stage", (StagePlan(0, 4, 0, 4, (choice,) * 4),), 1)]
 
     plain, encoded, overloaded = find(1e10, None), find(1e10, policy), find(1e4, policy)
@@ -258,15 +258,17 @@ def test_a_codec_that_is_slow_one_way_codes_the_other():
     cluster = Cluster(replace(Topology.uniform((0, 1), 1e7), codec_rates=rates), 1e9)
 
     def sharded(problem):
-        return [Candidate("sharded", (StagePlan(0, 2, 0, 2, (Choice(zero=3),) * 2),), problem.microbatch_counts[0])]
+        return [
+            Candidate("sharded", (StagePlan(0, 2, 0, 2, (LayerChoice(zero=3),) * 2),), problem.microbatch_counts[0])
+        ]
 
     policy = Policy(zero=("int4x128", "int8x128"))
     match = search(
-        graph, cluster, profile, num_samples=2, keep={"num_microbatches": 1}, method=sharded, compression=policy
+        graph, cluster, profile, num_samples=2, fixed={"num_microbatches": 1}, method=sharded, compression=policy
     )
     assert match.compression == Policy(zero=(None, "int8x128"))
     assert "with whole gradients" not in match.explain()
-    whole = search(graph, cluster, profile, num_samples=4, keep={"num_microbatches": 2}, method=sharded)
+    whole = search(graph, cluster, profile, num_samples=4, fixed={"num_microbatches": 2}, method=sharded)
     assert f": states {format_bytes(round(whole.reports[0].state_bytes))} with whole gradients, " in whole.explain()
     assert whole.reports[0].state_bytes > match.reports[0].state_bytes
 
@@ -282,20 +284,20 @@ def test_methods_are_functions_that_may_be_passed_in():
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_zero_1_and_2_are_priced_but_not_run(zero):
-    keep = {"zero": zero, "num_microbatches": 1}
+    fixed = {"zero": zero, "num_microbatches": 1}
     with pytest.raises(ArgumentError, match=f"only ZeRO {zero}, which Pipe does not run; it runs ZeRO 0 and 3"):
-        search(GRAPH, CLUSTER, PROFILE, num_samples=8, keep=keep)
+        search(GRAPH, CLUSTER, PROFILE, num_samples=8, fixed=fixed)
     rules, profile = (
         ChoiceRules(recompute=(False,), max_tp=1, executable=False),
         LayerProfile.estimate(GRAPH, flops_per_second=1e9),
     )
     for grid in (None, (1, 2, 2)):
-        match = search(GRAPH, CLUSTER, profile, num_samples=8, rules=rules, keep={**keep, "grid": grid})
+        match = search(GRAPH, CLUSTER, profile, num_samples=8, rules=rules, fixed={**fixed, "grid": grid})
         shared = [stage for stage in match.stages if stage.num_ranks > 1]
         assert {(choice.zero, choice.grid) for stage in shared for choice in stage.choices} == {(zero, grid or ())}
         with pytest.raises(ArgumentError, match="which Pipe does not run"):
             match.placements()
-    one_rank = search(GRAPH, Cluster(HOSTS, 1e9, 1), PROFILE, num_samples=8, rules=rules, keep=keep)
+    one_rank = search(GRAPH, Cluster(HOSTS, 1e9, 1), PROFILE, num_samples=8, rules=rules, fixed=fixed)
     assert {choice.zero for choice in one_rank.stages[0].choices} == {0}  # it has no replicas
 
 
@@ -311,7 +313,7 @@ def test_errors_name_the_thing_the_rule_and_the_numbers():
     with pytest.raises(ArgumentError, match="shapes, operations or dtype differ"):
         search(make_graph(dtype="float32"), CLUSTER, PROFILE, num_samples=8)
     with pytest.raises(ArgumentError, match="3 microbatches do not divide 8 samples"):
-        search(GRAPH, CLUSTER, PROFILE, num_samples=8, keep={"num_microbatches": 3})
+        search(GRAPH, CLUSTER, PROFILE, num_samples=8, fixed={"num_microbatches": 3})
     with pytest.raises(ArgumentError, match=r"nothing fits: .* GB of .*; use more devices or memory"):
         search(GRAPH, Cluster(HOSTS, 2e6), PROFILE, num_samples=8)
     with pytest.raises(ArgumentError, match="measured on 'guess', not on 'cuda'"):
@@ -400,7 +402,7 @@ def test_the_command_prints_and_writes_a_training_plan(tmp_path, capsys):
             "--svg is /none/plan.svg; there is no such",
         ),
         (["none.json", *rest, "--flops", "1e12", "--output", "/"], "--output is /, which is a folder"),
-        ([str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--keep", "tp"], "must be NAME=NUMBER"),
+        ([str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--fixed", "tp"], "must be NAME=NUMBER"),
     ):
         assert main(["search", *arguments]) == 2
         assert text in capsys.readouterr().err
@@ -410,8 +412,8 @@ def test_stages_sum_the_gradients_of_a_tied_head_and_one_stage_keeps_one_table(c
     from reshard.cli.main import main
 
     sizes = "transformer:layers=2,hidden=64,heads=2,sequence=16,vocabulary=5000"
-    rest = ["--topology", "tcp", "--memory", "1GB", "--samples", "8", "--flops", "1e12", "--keep", "tp=1"]
-    rest += ["--keep", "num_microbatches=4"]  # with one, not all gradients exist at the peak
+    rest = ["--topology", "tcp", "--memory", "1GB", "--samples", "8", "--flops", "1e12", "--fixed", "tp=1"]
+    rest += ["--fixed", "num_microbatches=4"]  # with one, not all gradients exist at the peak
     states = []
     for tied in (0, 1):
         assert main(["search", f"{sizes},tied={tied}", *rest, "--devices", "1"]) == 0
@@ -446,7 +448,7 @@ def test_hosts_work_in_the_order_of_their_rates():
     found = search(deep, cluster, profile, num_samples=8)
     assert found.ranks == (4, 5, 0, 1)
     assert [host for host, _, _ in found.hosts] == [2, 0]
-    in_order = search(deep, cluster, profile, num_samples=8, keep={"idle": False})
+    in_order = search(deep, cluster, profile, num_samples=8, fixed={"idle": False})
     assert in_order.ranks == () and in_order.num_ranks == 6
     assert found.is_on_all_bound and found.seconds < found.on_all_seconds <= in_order.seconds
     fast = search(deep, Cluster(_hosts(1e10, 2e9), 1e9), profile, num_samples=8)
@@ -468,7 +470,9 @@ def test_a_part_of_a_cluster_has_the_links_and_memory_of_its_ranks():
 
 def test_faster_links_shorten_sums_of_gradients_too():
     def one_stage(problem):
-        return [Candidate("one stage", (StagePlan(0, len(GRAPH.layers), 0, 4, (Choice(),) * len(GRAPH.layers)),), 1)]
+        return [
+            Candidate("one stage", (StagePlan(0, len(GRAPH.layers), 0, 4, (LayerChoice(),) * len(GRAPH.layers)),), 1)
+        ]
 
     found = search(GRAPH, Cluster(_hosts(1e7, 1e7), 1e9), PROFILE, num_samples=4, method=one_stage)
     sums = found.reports[0].gradient_sync_seconds
@@ -482,10 +486,10 @@ def test_the_same_zero_in_all_stages_is_tried_under_auto_schedule():
     hosts = tuple(Host((Link.of(rate),)) for rate in (6.25e8, 3.125e9, 3.125e9, 6.25e8))
     cluster = Cluster(Topology((0, 1, 1, 2, 2, 3, 3), hosts, inside_bytes_per_second=2e10), 3e8)
     profile = LayerProfile.estimate(graph, flops_per_second=1e12)
-    keep = {"idle": False, "tp": 1, "grid": None, "num_microbatches": 8}
-    found = search(graph, cluster, profile, num_samples=32, keep=keep)
+    fixed = {"idle": False, "tp": 1, "grid": None, "num_microbatches": 8}
+    found = search(graph, cluster, profile, num_samples=32, fixed=fixed)
     for zero in (0, 3):
-        assert found.seconds <= search(graph, cluster, profile, num_samples=32, keep={**keep, "zero": zero}).seconds
+        assert found.seconds <= search(graph, cluster, profile, num_samples=32, fixed={**fixed, "zero": zero}).seconds
     assert found.stages[1].choices[0].zero == 3
 
 
@@ -496,6 +500,6 @@ def test_auto_schedule_is_tried_for_the_best_plan_of_each_number_of_microbatches
     hosts = tuple(Host((Link.of(rate),)) for rate in (6.25e8, 3.125e9, 3.125e9))
     cluster = Cluster(Topology((0, 1, 1, 2, 2, 2, 2), hosts, inside_bytes_per_second=2e10), 3e8)
     profile = LayerProfile.estimate(graph, flops_per_second=1e13)
-    keep = {"idle": False}
-    kept = search(graph, cluster, profile, num_samples=32, keep={**keep, "num_microbatches": 16})
-    assert search(graph, cluster, profile, num_samples=32, keep=keep).seconds <= kept.seconds * (1 + 1e-9)
+    fixed = {"idle": False}
+    kept = search(graph, cluster, profile, num_samples=32, fixed={**fixed, "num_microbatches": 16})
+    assert search(graph, cluster, profile, num_samples=32, fixed=fixed).seconds <= kept.seconds * (1 + 1e-9)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, LayerProfile, Tensor
+from reshard.scheduler.autoparallel import Cluster, LayerChoice, LayerGraph, LayerProfile, Tensor
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.costs.step_bounds import may_be_faster, step_bound
@@ -81,7 +81,7 @@ def make_slow_case(gbit):
     problem = SearchProblem(graph, cluster, profile, 16, microbatch_counts=(4,))
     ranks, cuts = ((0, 1), (1, 2), (0, 1), (1, 2)), (0, 2, 3, 4, 6)
     stages = tuple(
-        StagePlan(first, end, *own, (Choice(),) * (end - first))
+        StagePlan(first, end, *own, (LayerChoice(),) * (end - first))
         for first, end, own in zip(cuts, cuts[1:], ranks, strict=False)
     )
     return problem, Candidate("by hand", stages, 4)

@@ -11,7 +11,7 @@ import torch
 import reshard.scheduler as rs
 from reshard.compression import Policy
 from reshard.cost import simulate
-from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, LayerProfile, search, trace_module
+from reshard.scheduler.autoparallel import Cluster, LayerChoice, LayerGraph, LayerProfile, search, trace_module
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.costs.step_bounds import step_bound
@@ -55,7 +55,7 @@ def plan(*stages):
     return tuple(made)
 
 
-TWO = plan((3, 1, Choice()), (6, 2, Choice()))
+TWO = plan((3, 1, LayerChoice()), (6, 2, LayerChoice()))
 
 
 def test_two_stages_send_their_gradients_to_each_other_at_once():
@@ -74,7 +74,11 @@ def test_two_stages_send_their_gradients_to_each_other_at_once():
 
 def test_the_sum_over_stages_starts_when_the_last_stage_is_ready():
     problem = make_problem_of((0, 1))
-    for stages in (TWO, plan((1, 1, Choice()), (6, 2, Choice())), plan((5, 1, Choice()), (6, 2, Choice()))):
+    for stages in (
+        TWO,
+        plan((1, 1, LayerChoice()), (6, 2, LayerChoice())),
+        plan((5, 1, LayerChoice()), (6, 2, LayerChoice())),
+    ):
         found = evaluate(problem, Candidate("by hand", stages, 4))
         ends = [max(span.end for span in found.timeline.spans if span.pp_rank == pp_rank) for pp_rank in (0, 1)]
         (each,) = found.exchanges
@@ -87,18 +91,18 @@ def test_the_sum_over_stages_starts_when_the_last_stage_is_ready():
 
 def test_one_stage_with_all_of_the_layers_exchanges_nothing():
     problem = make_problem_of((0, 1))
-    whole = plan((6, 2, Choice()))
+    whole = plan((6, 2, LayerChoice()))
     assert problem.ties.exchanges(whole) == ()
     assert problem.stage_cost(whole[0], 4).tie_seconds == 0
 
 
 def test_each_of_three_stages_pays_for_two_sends():
     problem = make_problem_of((0, 1, 2), ((0, 2, 5), SHARED))
-    (each,) = problem.ties.exchanges(plan((1, 1, Choice()), (3, 2, Choice()), (6, 3, Choice())))
+    (each,) = problem.ties.exchanges(plan((1, 1, LayerChoice()), (3, 2, LayerChoice()), (6, 3, LayerChoice())))
     assert each.stages == (0, 1, 2)
     assert each.seconds == pytest.approx(2 * 4 * SHARED / NIC)
     assert each.stage_bytes == (6 * 4 * SHARED,) * 3
-    (each,) = problem.ties.exchanges(plan((3, 1, Choice()), (4, 2, Choice()), (6, 3, Choice())))
+    (each,) = problem.ties.exchanges(plan((3, 1, LayerChoice()), (4, 2, LayerChoice()), (6, 3, LayerChoice())))
     assert each.stages == (0, 2)  # two of the layers are in one stage
     assert each.seconds == pytest.approx(4 * SHARED / NIC)
 
@@ -106,7 +110,7 @@ def test_each_of_three_stages_pays_for_two_sends():
 def test_stages_of_a_v_share_parameters_with_earlier_ranks_or_with_their_own():
     ranks, cuts = ((0, 1), (1, 2), (1, 2), (0, 1)), (0, 1, 3, 5, 6)
     stages = tuple(
-        StagePlan(first, end, *own, (Choice(),) * (end - first))
+        StagePlan(first, end, *own, (LayerChoice(),) * (end - first))
         for first, end, own in zip(cuts, cuts[1:], ranks, strict=False)
     )
     (later_first,) = make_problem_of((0, 1), ((1, 5), SHARED)).ties.exchanges(stages)
@@ -118,7 +122,7 @@ def test_stages_of_a_v_share_parameters_with_earlier_ranks_or_with_their_own():
 def test_sums_of_stages_that_share_parameters_on_the_same_ranks_are_not_early():
     ranks, cuts = ((0, 2), (2, 4), (2, 4), (0, 2)), (0, 1, 3, 5, 6)
     stages = tuple(
-        StagePlan(first, end, *own, (Choice(),) * (end - first))
+        StagePlan(first, end, *own, (LayerChoice(),) * (end - first))
         for first, end, own in zip(cuts, cuts[1:], ranks, strict=False)
     )
     costs, _ = make_problem_of((0, 0, 1, 1)).costs(stages, 4)  # layers 0 and 5 share parameters
@@ -129,18 +133,18 @@ def test_sums_of_stages_that_share_parameters_on_the_same_ranks_are_not_early():
 @pytest.mark.parametrize(
     ("choice", "parts"),
     [
-        (Choice(), 1),
-        (Choice(zero=3), 4),
-        (Choice(2, 3), 2),  # no tensor parallelism for the embedding
-        (Choice.on_grid(1, 2, 2), 2),
-        (Choice.on_grid(2, 2), 4),
-        (Choice.on_grid(2, 1, 2, zero=3), 4),
+        (LayerChoice(), 1),
+        (LayerChoice(zero=3), 4),
+        (LayerChoice(2, 3), 2),  # no tensor parallelism for the embedding
+        (LayerChoice.on_grid(1, 2, 2), 2),
+        (LayerChoice.on_grid(2, 2), 4),
+        (LayerChoice.on_grid(2, 1, 2, zero=3), 4),
     ],
     ids=str,
 )
 def test_the_cost_of_a_tie_follows_the_part_of_each_rank(choice, parts):
     problem = make_problem_of((0, 0, 0, 0, 1, 1, 1, 1))
-    (each,) = problem.ties.exchanges(plan((3, 4, choice), (6, 8, Choice(zero=3))))
+    (each,) = problem.ties.exchanges(plan((3, 4, choice), (6, 8, LayerChoice(zero=3))))
     assert each.stage_bytes == (4 * 4 * SHARED / parts, 4 * SHARED)
     # the first stage receives each byte through its NIC once, however many ranks need it
     assert each.seconds == pytest.approx(4 * SHARED / NIC, rel=0.1)
@@ -155,7 +159,7 @@ def test_codecs_of_gradients_code_the_sums_over_stages():
     assert each.codec == "int8x128"
     assert each.seconds == pytest.approx(raw.seconds * 33 / 128, rel=0.01)  # 4 bytes become 1, and 4 of each 128
     match = search(
-        problem.graph, cluster, problem.profile, num_samples=8, keep={"num_microbatches": 4}, compression=Policy(dp="int8x128"),
+        problem.graph, cluster, problem.profile, num_samples=8, fixed={"num_microbatches": 4}, compression=Policy(dp="int8x128"),
         method=lambda problem: (Candidate("two", TWO, 4),),
     )  # fmt: skip
     assert match.compression == Policy(dp="int8x128")  # no stage has replicas
@@ -187,7 +191,7 @@ def test_no_sum_over_stages_is_below_the_bound_of_a_stage(seed):
 def test_explain_says_what_stages_share():
     problem = make_problem_of((0, 1))
     match = search(
-        problem.graph, problem.cluster, problem.profile, num_samples=8, keep={"num_microbatches": 4},
+        problem.graph, problem.cluster, problem.profile, num_samples=8, fixed={"num_microbatches": 4},
         method=lambda problem: (Candidate("two", TWO, 4),),
     )  # fmt: skip
     text = match.explain()
@@ -229,10 +233,18 @@ def topology_of(stages):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "choice", [Choice(), Choice(zero=3), Choice(2), Choice.on_grid(2, 1), Choice.on_grid(1, 1, 2, zero=3)], ids=str
+    "choice",
+    [
+        LayerChoice(),
+        LayerChoice(zero=3),
+        LayerChoice(2),
+        LayerChoice.on_grid(2, 1),
+        LayerChoice.on_grid(1, 1, 2, zero=3),
+    ],
+    ids=str,
 )
 def test_the_cost_is_that_of_the_moves_of_the_engine(choice):
-    stages = plan((3, 2, choice), (6, 3, Choice()))
+    stages = plan((3, 2, choice), (6, 3, LayerChoice()))
     graph = trace_module(make_gpt(), BATCH, ["blocks.*", "norm"]).graph
     (each,) = TiedCosts(graph, Cluster(topology_of(stages), 1e9), 4.0, 0.0).exchanges(stages)
     found = run_processes(find_movers, 3, stages)

@@ -13,8 +13,8 @@ import reshard.scheduler as rs
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import (
-    Choice,
     Cluster,
+    LayerChoice,
     LayerGraph,
     LayerProfile,
     TrainingPlan,
@@ -50,7 +50,7 @@ def make_case():
     )
 
 
-def find_training_plan(hosts, keep=None, memory_limit_bytes=1e9, flops=1e9, **options):
+def find_training_plan(hosts, fixed=None, memory_limit_bytes=1e9, flops=1e9, **options):
     graph = LayerGraph.transformer(
         layers=CONFIG.num_layers,
         hidden=CONFIG.hidden,
@@ -62,8 +62,10 @@ def find_training_plan(hosts, keep=None, memory_limit_bytes=1e9, flops=1e9, **op
     profile = LayerProfile.estimate(graph, flops_per_second=flops, efficiency=1.0)
     topology = hosts if isinstance(hosts, Topology) else Topology.uniform(hosts, 1e8)
     cluster = Cluster(topology, memory_limit_bytes)
-    keep = keep or {}
-    return search(graph, cluster, profile, num_samples=8, keep=keep if "grid" in keep else {"tp": 1, **keep}, **options)
+    fixed = fixed or {}
+    return search(
+        graph, cluster, profile, num_samples=8, fixed=fixed if "grid" in fixed else {"tp": 1, **fixed}, **options
+    )
 
 
 def pipe_of_training_plan(case, text):
@@ -111,7 +113,7 @@ def test_interleaved_stages_train_as_one_process(pp_ranks, schedule):
     def by_hand(problem):
         ranks, cuts = ((0, 2), (2, 3)), (0, 1, 3, 4, 6)
         stages = (
-            StagePlan(first, end, *ranks[r], (Choice(),) * (end - first))
+            StagePlan(first, end, *ranks[r], (LayerChoice(),) * (end - first))
             for first, end, r in zip(cuts, cuts[1:], pp_ranks, strict=False)
         )
         return [Candidate("interleaved", tuple(stages), 4)]
@@ -139,7 +141,7 @@ def test_a_training_plan_trains_with_its_codecs():
 @pytest.mark.parametrize("dimension", ["zero", "tp"])
 def test_codecs_of_zero_and_grids_train(dimension):
     topology = replace(Topology.uniform((0, 1, 2, 3), 1e6), codec_rates=(CodecRate("int8x128", 1e10, 1e10),))
-    choice = Choice(zero=3) if dimension == "zero" else Choice.on_grid(2, 2)
+    choice = LayerChoice(zero=3) if dimension == "zero" else LayerChoice.on_grid(2, 2)
 
     def one_stage(problem):
         return [Candidate("one stage", (StagePlan(0, 6, 0, 4, (choice,) * 6),), 2)]
@@ -166,10 +168,10 @@ def made_by_hand(stages):
     return replace(plain, num_microbatches=4, **found)
 
 
-PLAIN, RECOMPUTED = Choice(), Choice(recompute=True)
-SHARDED, SHARDED_RECOMPUTED = Choice(zero=3), Choice(zero=3, recompute=True)
-ZERO_GRID, ZERO_GRID_RECOMPUTED = (Choice.on_grid(1, 2, 2, zero=3, recompute=flag) for flag in (False, True))
-GRID, GRID_RECOMPUTED = Choice.on_grid(2, 1, 2), Choice.on_grid(2, 1, 2, recompute=True)
+PLAIN, RECOMPUTED = LayerChoice(), LayerChoice(recompute=True)
+SHARDED, SHARDED_RECOMPUTED = LayerChoice(zero=3), LayerChoice(zero=3, recompute=True)
+ZERO_GRID, ZERO_GRID_RECOMPUTED = (LayerChoice.on_grid(1, 2, 2, zero=3, recompute=flag) for flag in (False, True))
+GRID, GRID_RECOMPUTED = LayerChoice.on_grid(2, 1, 2), LayerChoice.on_grid(2, 1, 2, recompute=True)
 
 
 @pytest.mark.slow
@@ -178,8 +180,11 @@ GRID, GRID_RECOMPUTED = Choice.on_grid(2, 1, 2), Choice.on_grid(2, 1, 2, recompu
     [
         (StagePlan(0, 6, 0, 2, (SHARDED,) * 6),),
         (StagePlan(0, 2, 0, 1, (PLAIN, RECOMPUTED)), StagePlan(2, 6, 1, 3, (SHARDED_RECOMPUTED,) * 2 + (SHARDED,) * 2)),
-        (StagePlan(0, 3, 0, 2, (Choice(2),) * 3), StagePlan(3, 6, 2, 3, (RECOMPUTED,) * 3)),
-        (StagePlan(0, 3, 0, 4, (Choice(2, 3), Choice(2, 3, True), Choice(2, 3))), StagePlan(3, 6, 4, 6, (PLAIN,) * 3)),
+        (StagePlan(0, 3, 0, 2, (LayerChoice(2),) * 3), StagePlan(3, 6, 2, 3, (RECOMPUTED,) * 3)),
+        (
+            StagePlan(0, 3, 0, 4, (LayerChoice(2, 3), LayerChoice(2, 3, True), LayerChoice(2, 3))),
+            StagePlan(3, 6, 4, 6, (PLAIN,) * 3),
+        ),
         (
             StagePlan(0, 3, 0, 2, (SHARDED, SHARDED_RECOMPUTED, SHARDED)),
             StagePlan(3, 6, 2, 6, (GRID_RECOMPUTED, GRID, GRID)),
@@ -203,7 +208,7 @@ def test_pipe_refuses_what_it_cannot_run():
     training_plan = find_training_plan((0, 0), {"num_microbatches": 2})
     with pytest.raises(ArgumentError, match="its own cuts and placements"):
         rs.Pipe(make_gpt(), ["blocks.1"], training_plan=training_plan)
-    stage = StagePlan(0, 6, 0, 2, (Choice(zero=3), *(Choice(),) * 5))
+    stage = StagePlan(0, 6, 0, 2, (LayerChoice(zero=3), *(LayerChoice(),) * 5))
     mixed = replace(training_plan, stages=(stage,), layer_names=(tuple("abcdef"),))
     with pytest.raises(ArgumentError, match="stage 0 mixes 2 kinds of parallelism"):
         rs.Pipe(make_gpt(), training_plan=mixed)
@@ -229,7 +234,9 @@ def make_untraceable():
 
 
 @pytest.mark.parametrize(
-    "choice", [Choice(), Choice(recompute=True), Choice(zero=3), Choice(zero=3, recompute=True)], ids=str
+    "choice",
+    [LayerChoice(), LayerChoice(recompute=True), LayerChoice(zero=3), LayerChoice(zero=3, recompute=True)],
+    ids=str,
 )
 def test_a_model_that_cannot_be_traced_is_one_layer_and_trains(choice):
     batch = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(1)), "y": torch.ones(4, 4)}
@@ -237,8 +244,8 @@ def test_a_model_that_cannot_be_traced_is_one_layer_and_trains(choice):
         traced = trace_module(make_untraceable(), batch, ["second"])
     profile = profile_layers(traced, sample_counts=(1, 2), repeats=1)
     cluster = Cluster(Topology.uniform((0, 0), 1e9), 1e9)
-    keep = {"num_microbatches": 2, "zero": choice.zero, "recompute": choice.recompute, "idle": False}
-    training_plan = search(traced.graph, cluster, profile, num_samples=4, keep=keep)
+    fixed = {"num_microbatches": 2, "zero": choice.zero, "recompute": choice.recompute, "idle": False}
+    training_plan = search(traced.graph, cluster, profile, num_samples=4, fixed=fixed)
     assert training_plan.layer_names == (("Untraceable",),)
     training_plan = replace(training_plan, stages=(StagePlan(0, 1, 0, 2, (choice,)),))
     if choice.recompute:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from reshard.scheduler import one_f_one_b, simulate_schedule, zb_h1
-from reshard.scheduler.autoparallel import Choice, ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, tune
+from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerChoice, LayerGraph, LayerProfile, tune
 from reshard.scheduler.autoparallel.costs.iteration import step_seconds
 from reshard.scheduler.autoparallel.costs.search_problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
@@ -82,7 +82,7 @@ def test_a_measured_step_corrects_the_profile(build):
 
 @pytest.mark.parametrize(
     ("choice", "pp_ranks"),
-    [(Choice(recompute=True), (0, 1)), (Choice(2), (0, 1)), (Choice(2), (0, 1, 1, 0))],
+    [(LayerChoice(recompute=True), (0, 1)), (LayerChoice(2), (0, 1)), (LayerChoice(2), (0, 1, 1, 0))],
     ids=str,
 )
 def test_measured_steps_correct_times_of_shared_and_recomputed_layers_and_of_interleaved_stages(choice, pp_ranks):

@@ -25,11 +25,11 @@ from reshard.scheduler import (
     zb_h1,
     zb_v,
 )
+from reshard.scheduler.gradients.tied_params import TiedParameter
 from reshard.scheduler.passes import transfer_overlap
 from reshard.scheduler.passes.transfer_overlap import defer_recvs
 from reshard.scheduler.runtime import engine_arguments
 from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
-from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.scheduler.schedules.classic import eager_1f1b
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes

@@ -25,13 +25,13 @@ from reshard.scheduler import (
     simulate_schedule,
     to_svg,
 )
+from reshard.scheduler.gradients import replica_sync
+from reshard.scheduler.gradients.tied_params import TiedParameter
 from reshard.scheduler.ir.actions import Action, Kind
-from reshard.scheduler.runtime import replica_sync
 from reshard.scheduler.runtime.engine_arguments import EngineOptions, find_ranks_of_pp_ranks, weigh_last
 from reshard.scheduler.runtime.local_tensors import localize
 from reshard.scheduler.runtime.p2p import find_device_type
 from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
-from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.sharding.tensor_spec import TensorSpec
 
 NUM = 4

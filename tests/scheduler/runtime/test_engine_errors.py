@@ -14,11 +14,11 @@ import torch
 from reshard import Layout, Mesh, Topology
 from reshard.errors import ArgumentError, DisagreementError, ReshardError, ScheduleError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, gpipe, one_f_one_b
+from reshard.scheduler.gradients.tied_params import TiedParameter
 from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.ir.schedule import Schedule
 from reshard.scheduler.runtime import schedule_engine as engine_module
 from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
-from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import LaunchError, run_processes
 

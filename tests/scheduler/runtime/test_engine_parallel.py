@@ -12,8 +12,8 @@ from torch import nn
 from reshard import Layout, Mesh
 from reshard.errors import ArgumentError, RemoteError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, auto_schedule, one_f_one_b, zb_h1
+from reshard.scheduler.gradients.tied_params import TiedParameter
 from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
-from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 

@@ -16,7 +16,7 @@ from reshard import Layout, Mesh
 from reshard.compression import Policy
 from reshard.errors import DisagreementError, ReshardError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, auto_schedule, dualpipe_v, interleaved_1f1b, zb_v
-from reshard.scheduler.runtime.replica_sync import ReplicaSync
+from reshard.scheduler.gradients.replica_sync import ReplicaSync
 from reshard.scheduler.runtime.schedule_engine import ScheduleEngine
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import LaunchError, run_processes

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from reshard.errors import ArgumentError, ReshardError, ScheduleError
+from reshard.scheduler.gradients.tied_params import TiedParameter
 from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.ir.communication import add_transfers
 from reshard.scheduler.ir.schedule import Schedule
 from reshard.scheduler.ir.text import format_schedule, from_torch_csv, parse_action, parse_schedule, to_torch_csv
 from reshard.scheduler.passes.transfer_overlap import apply_passes, block_transfers, defer_recvs, overlap_transfers
 from reshard.scheduler.pipeline import Edge, Pipeline, Stage
-from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.scheduler.schedules.classic import eager_1f1b, from_warmups, gpipe, one_f_one_b, zb_h1, zb_h2
 from reshard.scheduler.schedules.known_schedules import KNOWN_SCHEDULES
 from reshard.scheduler.schedules.looped import interleaved_1f1b, interleaved_zero_bubble, looped_bfs

@@ -33,7 +33,7 @@ def _found():
     graph = LayerGraph.transformer(layers=4, hidden=64, heads=4, sequence=16, vocabulary=100)
     profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     cluster = Cluster(Topology.uniform([0, 0, 1, 1]), 1e9)
-    return search(graph, cluster, profile, num_samples=8, keep={"num_microbatches": 4})
+    return search(graph, cluster, profile, num_samples=8, fixed={"num_microbatches": 4})
 
 
 def _spans(page):

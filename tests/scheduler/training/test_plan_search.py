@@ -19,7 +19,7 @@ from tests.scheduler.training.test_loop import GPT, U_TRANSFORMER, train_alone
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("preset", "devices", "keep"),
+    ("preset", "devices", "fixed"),
     [
         (GPT, 3, (("tp", 1),)),
         pytest.param(U_TRANSFORMER, 2, (("num_microbatches", 4),), marks=pytest.mark.slow),
@@ -28,9 +28,9 @@ from tests.scheduler.training.test_loop import GPT, U_TRANSFORMER, train_alone
     ],
     ids=["gpt", "u-transformer", "tensor parallel", "autocast"],
 )
-def test_a_training_plan_that_was_found_trains_as_one_process(preset, devices, keep):
+def test_a_training_plan_that_was_found_trains_as_one_process(preset, devices, fixed):
     job = TrainingJob("test", preset, 3, "", warmup=2)
-    training_plan = find_training_plan(job, SearchOptions(devices, None, "100MB", keep))
+    training_plan = find_training_plan(job, SearchOptions(devices, None, "100MB", fixed))
     assert training_plan.num_ranks == devices
     assert not training_plan.is_guess
     results = run_processes(train, devices, replace(job, training_plan=training_plan), False, timeout_seconds=300)
@@ -47,7 +47,7 @@ SMALL = ["train", "gpt3-125m", "--shrink", "24", "--batch", "4", "--steps", "1"]
 @pytest.mark.slow
 def test_the_command_searches_and_trains(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([*SMALL, "--devices", "2", "--memory", "1GB", "--plan", "auto", "--keep", "num_microbatches=2"]) == 0
+    assert main([*SMALL, "--devices", "2", "--memory", "1GB", "--plan", "auto", "--fixed", "num_microbatches=2"]) == 0
     shown = capfd.readouterr()
     assert "2 microbatches" in shown.err
     assert "gpt3-125m/24 on a training plan, steps 0 to 1: loss 5." in shown.out

@@ -37,7 +37,7 @@ def test_a_cluster_and_a_profile_from_commands_find_the_plan_that_trains(capfd, 
     assert "wrote graph.json and profile.json\nnext: reshard search graph.json --profile profile.json" in shown
     (tmp_path / "hosts.json").write_text(json.dumps(HOSTS))
     search = ["search", "graph.json", "--profile", "profile.json", "--topology", "hosts.json", "--memory", "1GB"]
-    assert main([*search, "--samples", "4", "--keep", "num_microbatches=2", "--output", "plan.json"]) == 0
+    assert main([*search, "--samples", "4", "--fixed", "num_microbatches=2", "--output", "plan.json"]) == 0
     train = ["train", "gpt3-125m", "--shrink", "24", "--sequence", "16", "--batch", "4", "--steps", "1"]
     assert main([*train, "--plan", "plan.json", "--report", "none", "--device", "cpu"]) == 0
     assert "on a training plan, steps 0 to 1: loss 5." in capfd.readouterr().out
