@@ -229,7 +229,7 @@ def test_tests_refuse_the_package_of_another_checkout(tmp_path):
     assert f"imports reshard from the checkout {other}; run `make install` in {own}" in find_wrong_package(
         other / init, own
     )
-    (own / "scheduler" / "pipe.py").write_text("changed")
+    (own / "scheduler" / "pipeline.py").write_text("changed")
     assert "a copy in which scheduler/pipeline.py differs; run `make install`" in find_wrong_package(copy / init, own)
 
 

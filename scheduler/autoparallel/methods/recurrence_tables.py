@@ -339,7 +339,7 @@ def _edge_bounds(
             if next_at[of_size[other][0], rest] < 0:
                 continue
             dst = (src[1], src[1] + other)
-            at = np.ix_(of_size[size], [index], of_size[other])
+            at = np.ix_(of_size[size], np.array([index]), of_size[other])
             factor[at], latency[at] = edge_costs.bound_per_byte(src, dst), edge_costs.fixed_seconds(src, dst)
             if src[1] in cluster.host_starts:
                 both = np.maximum.outer(own[of_size[size], index], own[of_size[other], rest])
