@@ -207,11 +207,11 @@ class Receiver:
                 self._receive_encoded(route, message["base"], held)
             else:
                 route.receive(self._shadow)
+            self._arrived = message["version"]
             assert self._checker is not None
             self._landed = self._checker.digest_target(self._shadow, self._team.rank)
-            self._arrived = message["version"]
         except Exception as error:
-            self._problem = str(error)
+            self._arrived, self._problem = None, str(error)
             self.close()
         if "holder" in message:  # no trainer will send digests
             self._verify_version(message)
