@@ -25,8 +25,8 @@ struct Action {
 
 using Actions = std::vector<std::vector<Action>>;
 
-// The computations in the order in which they end, if transfers use a shared link one after another. Shorter if the
-// pp ranks deadlock.
+// The computations in the order in which they end, if transfers use a shared link one after another. It has fewer
+// entries if the pp ranks deadlock.
 inline std::vector<int64_t> sort_by_end(const Model &model, const RankOrders &order) {
     const int64_t num_pp_ranks = model.num_pp_ranks, num_channels = static_cast<int64_t>(model.channels.size());
     std::vector<size_t> at(num_pp_ranks, 0);

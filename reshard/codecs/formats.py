@@ -29,7 +29,7 @@ from reshard.codecs.exponents import DTYPE, EXPONENTS, decode_exponents, encode_
 from reshard.codecs.xor_planes import XOR_PLANES, decode_planes, encode_planes, zstd_version
 from reshard.errors import ArgumentError
 
-#: One block of 64 bytes is sampled out of this many, to decide whether a piece is dense.
+#: One 64-byte block in this many is sampled, to decide whether a piece is dense.
 SAMPLED_BLOCKS = 64
 
 

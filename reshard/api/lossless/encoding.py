@@ -21,8 +21,9 @@ ShardsByName = Mapping[str, torch.Tensor]
 
 #: Bytes of a piece of a region; a multiple of the blocks of all codecs.
 PIECE_BYTES = 2**20
-#: Buffers are replaced if they are more than this many times as large as the buckets, unless they are small.
-MAX_SLACK, SMALL_BYTES = 1.5, 2**16
+#: Buffers travel whole, so they are replaced if they are more than this many times as large as the buckets, unless they
+#: are small.
+MAX_SLACK, SMALL_BYTES = 1.15, 2**16
 #: Buffers are larger than the buckets by this fraction and bytes, so that similar buckets fit them, too.
 SPARE_FRACTION, SPARE_BYTES = 1 / 16, 64
 #: Bytes of a piece's entry in the table.

@@ -79,7 +79,7 @@ def _memory(report: StageReport) -> str:
     return f"{format_bytes(report.memory_bytes)} of {format_bytes(report.limit_bytes)} ({_share(report):.0%})"
 
 
-def _draw_stages(training_plan: TrainingPlanRecord, max_bytes: int) -> str:
+def _draw_stages(training_plan: TrainingPlanRecord, max_stages: int) -> str:
     fullest = max(max(report.memory_bytes, report.limit_bytes) for report in training_plan.reports)
     lines = []
     for number, (stage, report) in enumerate(zip(training_plan.stages, training_plan.reports, strict=True)):
@@ -100,8 +100,8 @@ def _draw_stages(training_plan: TrainingPlanRecord, max_bytes: int) -> str:
             f"{escape(layers[:160])}</small></div>"
             f"<div>{time}<small>{busy}</small></div><div>{memory}<small>{_memory(report)}</small></div></div>"
         )
-    more = f"<p>and {count_of(len(lines) - max_bytes, 'more stage')}</p>" if len(lines) > max_bytes else ""
-    return "".join(lines[:max_bytes]) + more
+    more = f"<p>and {count_of(len(lines) - max_stages, 'more stage')}</p>" if len(lines) > max_stages else ""
+    return "".join(lines[:max_stages]) + more
 
 
 def _memory_parts(report: StageReport) -> list[tuple[float, str, str]]:
