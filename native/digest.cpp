@@ -44,7 +44,7 @@ uint64_t digest_of(const Sums &sums) { return static_cast<uint64_t>(sums.high * 
 
 // Adds `count` elements. `seed` is what the index of the first one adds to its bits, `step` the difference to the next.
 #define RESHARD_ADD_ROW(Word)                                                                                          \
-    RESHARD_WIDE_CLONES void add_row_##Word(const Word *at, size_t count, uint32_t seed, uint32_t step, Sums &sums) {       \
+    RESHARD_WIDE_CLONES void add_row_##Word(const Word *at, size_t count, uint32_t seed, uint32_t step, Sums &sums) {  \
         uint32_t low = sums.low, high = sums.high;                                                                     \
         for (size_t i = 0; i < count; ++i)                                                                             \
             add(static_cast<uint32_t>(at[i]) + (seed + static_cast<uint32_t>(i) * step), low, high);                   \

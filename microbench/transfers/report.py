@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from microbench.harness.case_options import BenchmarkOptionError
-from microbench.harness.machine_description import stderr
+from microbench.harness.machine_description import format_machine, stderr
 
 Record = dict[str, Any]
 #: In shorter rows the start-up cost dominates the time on the links.
@@ -140,6 +140,27 @@ def _mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
+def format_markdown(records: Sequence[Record], contenders: Sequence[str]) -> str:
+    """A Markdown table: the bound of each row, and the measured (predicted) ratio to it of each contender."""
+    run_record = next(record for record in records if record["kind"] == "run")
+    lines = [
+        f"{format_machine(run_record)} Cells: median time / lower bound at the measured link rates, in brackets the "
+        "prediction of the simulator. Contenders ran in turns.",
+        "",
+        "| | bound, s | " + " | ".join(contenders) + " |",
+        "|---|---|" + "---|" * len(contenders),
+    ]
+    rows: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in records:
+        if record["kind"] == "row":
+            rows.setdefault((record["suite"], record["row"]), {})[record["contender"]] = record
+    for (suite, row), row_records in rows.items():
+        bound = next(iter(row_records.values()))["bound_seconds"]
+        cells = [_cell(row_records.get(contender)) for contender in contenders]
+        lines.append(f"| {suite}: {row} | {bound:.3g} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def format_suites(records: Sequence[Record], contenders: Sequence[str]) -> str:
     """A short Markdown table: per suite and contender the geometric mean ratio to the bound, and the worst row.
 
@@ -160,6 +181,13 @@ def format_suites(records: Sequence[Record], contenders: Sequence[str]) -> str:
             cells.append(f"{_mean(ratios):.2f} ({max(ratios):.2f}{few})" if ratios else "-")
         lines.append(f"| {name} | {len(rows)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _cell(record: Record | None) -> str:
+    if record is None or "refused" in record or record["ratio"] is None:
+        return "-"
+    text = f"{record['ratio']:.2f}"
+    return text + (f" ({record['predicted_ratio']:.2f})" if "predicted_ratio" in record else "")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -200,6 +228,7 @@ def write_page(records: Sequence[Record], into: Path) -> None:
         f"```text\n{format_summary(records)}\n```",
         f"![time / lower bound]({summary.name})",
         format_suites(records, shown),
+        format_markdown(records, contenders),
         "## Every measurement",
         f"```text\n{format_table(records)}\n```",
     ]

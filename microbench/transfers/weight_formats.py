@@ -33,6 +33,7 @@ from microbench.harness.case_options import add_number, add_rates
 from microbench.harness.turns import equal_hosts
 from microbench.transfers.publication import NUM_TRAINERS, Publication, make_group
 from reshard.cli.progress_bars import print_line, track
+from reshard.codecs.encoded_ratios import Sample
 from reshard.codecs.formats import known_formats
 from reshard.codecs.rates import time_formats
 from reshard.scheduler.training.data import TokenLoader, read_tokens
@@ -125,7 +126,7 @@ class FixedChoice(FormatChoice):
         return True
 
     def choose(
-        self, region: torch.Tensor, base: torch.Tensor | None, last: RegionChoice | None = None, *, samples: bool = True
+        self, region: torch.Tensor, base: torch.Tensor | None, last: str | None = None, sample: Sample | None = None
     ) -> RegionChoice:
         """See :class:`FormatChoice`."""
         return RegionChoice("raw" if base is None else self._name, 1.0)

@@ -2,8 +2,8 @@
 //
 // States of a chunk at a host that needs it: missing until a send of the chunk starts, in flight until the send has
 // landed, then held. With pods, a chunk enters each pod over the pod's uplink once. Later receivers get the chunk from
-// hosts of the pod. So a chunk that one host once could not send to another can never be sent later, and can_send() looks
-// at each chunk of a host once for each receiving host.
+// hosts of the pod. So once a host cannot send a chunk to another host, it never can, and can_send() looks at each
+// chunk of a host once for each receiving host.
 //
 // choose() takes a chunk that the sending host has and the receiving host misses, by these criteria in this order:
 //

@@ -32,7 +32,7 @@ def check_graph(module: fx.GraphModule, path: str) -> None:
 
     Raises:
         ArgumentError: a function needs whole samples or features; or the model reads a size, which would be that of
-            the shard; or the model reads a parameter of its own, whose gradient no submodule would sum.
+            the shard; or the model itself holds a parameter, whose gradient no submodule would sum.
     """
     for node in module.graph.nodes:
         problem = _find_problem(module, node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,14 @@ import torch
 
 from reshard.api.arguments.options import TransferOptions
 from reshard.api.arrays.tensor_checks import DEVICE_TYPES
-from reshard.codecs import CustomCodec, find_codec, has_variable_size
+from reshard.codecs import LOSSLESS_CODECS, CustomCodec, find_codec, has_variable_size
+from reshard.codecs.formats import FORMATS
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 from reshard.plan import Plan
 from reshard.planner import AUTO_CODEC
 from reshard.runtime.cuda.device_encoding import check_device_codec
+from reshard.sharding import TensorSpec
 
 #: Values of ``on_loss``. When ranks are lost, a call raises an error, raises an error with a recovery plan, or
 #: recovers.
@@ -104,3 +107,25 @@ def encodes_on_cpu(codec: Any) -> bool:
     if codec == AUTO_CODEC or has_variable_size(codec):
         return True
     return isinstance(find_codec(codec), CustomCodec)
+
+
+def check_dtypes(codec: str, specs: Iterable[TensorSpec]) -> None:
+    """Raise ArgumentError if a lossless codec does not compress the dtype of a tensor."""
+    dtype = FORMATS[codec].dtype
+    for spec in specs:
+        if dtype and spec.dtype != dtype:
+            what = f"tensor {spec.name!r}" if spec.name else "the tensor"
+            raise ArgumentError(f"{what}: {codec} encodes {dtype}, not {spec.dtype}")
+
+
+def check_lossless_codec(codec: Any, plan: Plan) -> None:
+    """Raise ArgumentError unless a Mover of this plan can send its tensors as buckets of this codec."""
+    if codec not in LOSSLESS_CODECS:
+        raise ArgumentError(
+            f"compression of a Mover is {codec!r}; it must be one of {', '.join(map(repr, LOSSLESS_CODECS))}: pass "
+            "other codecs to make_plan"
+        )
+    for spec in plan.tensors:
+        if spec.codec is not None:
+            raise ArgumentError(f"the plan has tensors of codec {spec.dtype}, which {codec} cannot encode again")
+    check_dtypes(codec, plan.tensors)

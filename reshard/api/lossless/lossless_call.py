@@ -10,11 +10,12 @@ from typing import Any
 from reshard.api.arguments.options import is_fault_tolerant
 from reshard.api.arguments.transfer_arrays import find_target, wrap_results
 from reshard.api.arrays.memory_in_use import note_wait
+from reshard.api.lossless.lossless_handle import LosslessHandle
 from reshard.api.lossless.lossless_transfer import CallArrays, EncodingReport, LosslessTransfer
 from reshard.api.preparation.agreed_plan import AgreedPlan
 from reshard.api.preparation.agreement import Agreement
 from reshard.api.preparation.prepare import agree_on_plan
-from reshard.api.transfers.handle import Handle, LosslessHandle, Watch
+from reshard.api.transfers.handle import Handle, Watch
 from reshard.api.transfers.recovery import FaultTolerantHandle, Recovery
 from reshard.api.transfers.start import failed_handle, start_part
 from reshard.codecs import has_variable_size

@@ -11,9 +11,10 @@ from reshard.api.arguments.transfer_arrays import MoverArrays
 from reshard.api.arrays.memory_in_use import note_wait
 from reshard.api.arrays.tensor_checks import check_base, check_no_aliasing, detach_source
 from reshard.api.lossless.encoding import find_capacities
+from reshard.api.lossless.lossless_handle import LosslessHandle
 from reshard.api.lossless.lossless_transfer import CallArrays, LosslessTransfer
 from reshard.api.preparation.agreed_plan import AgreedPlan
-from reshard.api.transfers.handle import Handle, LosslessHandle, Watch
+from reshard.api.transfers.handle import Handle, Watch
 from reshard.api.transfers.opened_plan import OpenTransfers, open_plan
 from reshard.codecs import has_base
 from reshard.errors import ArgumentError, ReshardError

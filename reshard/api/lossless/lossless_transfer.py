@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from reshard.api.arguments.option_checks import check_dtypes
 from reshard.api.lossless.encoding import EncodedBucket, capacity_of, decode_bucket, digest_regions, encode_bucket
 from reshard.api.lossless.regions import Bucket, find_buckets
-from reshard.codecs import LOSSLESS_CODECS, has_base
-from reshard.codecs.formats import FORMATS
+from reshard.codecs import has_base
 from reshard.coordination import (
     CallGroup,
     Decision,
@@ -26,9 +26,8 @@ from reshard.coordination import (
     rebuild_error,
 )
 from reshard.coordination.liveness.lost_ranks import ranks_lost_with_regions_error
-from reshard.errors import ArgumentError, DisagreementError, RankLostError, ReshardError, VerificationError
+from reshard.errors import DisagreementError, RankLostError, ReshardError, VerificationError
 from reshard.formatting import describe_ranks, format_ranks
-from reshard.plan import Plan
 from reshard.public_api import caller_level
 from reshard.runtime.autograd import mark_written
 from reshard.sharding import Layout, Mesh, TensorSpec
@@ -379,28 +378,6 @@ def _raise_failure(reports: dict[int, Any], kept: str) -> dict[int, Any]:
             prefix = "" if text.startswith("rank ") else f"rank {rank}: "
             raise rebuild_error(name, f"{prefix}{text}{f'; {kept}' if kept else ''}")
     return reports
-
-
-def check_dtypes(codec: str, specs: Iterable[TensorSpec]) -> None:
-    """Raise ArgumentError if a lossless codec does not compress the dtype of a tensor."""
-    dtype = FORMATS[codec].dtype
-    for spec in specs:
-        if dtype and spec.dtype != dtype:
-            what = f"tensor {spec.name!r}" if spec.name else "the tensor"
-            raise ArgumentError(f"{what}: {codec} encodes {dtype}, not {spec.dtype}")
-
-
-def check_lossless_codec(codec: Any, plan: Plan) -> None:
-    """Raise ArgumentError unless a Mover of this plan can send its tensors as buckets of this codec."""
-    if codec not in LOSSLESS_CODECS:
-        raise ArgumentError(
-            f"compression of a Mover is {codec!r}; it must be one of {', '.join(map(repr, LOSSLESS_CODECS))}: pass "
-            "other codecs to make_plan"
-        )
-    for spec in plan.tensors:
-        if spec.codec is not None:
-            raise ArgumentError(f"the plan has tensors of codec {spec.dtype}, which {codec} cannot encode again")
-    check_dtypes(codec, plan.tensors)
 
 
 def _gather_survivors(call_group: CallGroup, requests: list[RoundRequest]) -> Decision:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from reshard.api.lossless.lossless_transfer import EncodingReport
 from reshard.coordination import NCCL_ROOT_CAUSE_GRACE_SECONDS, CallGroup, Monitor, keep_exceptions_local
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
 from reshard.forks import call_at_exit, call_in_child
@@ -318,47 +317,6 @@ class ConfirmedHandle(Handle):
                 failed.add_note(describe())
             return failed
         return None
-
-
-class LosslessHandle(ConfirmedHandle):
-    """A transfer of buckets. Every rank must call :meth:`wait`, which confirms the data and decodes it.
-
-    Attributes:
-        report: how the tensors are sent.
-    """
-
-    def __init__(
-        self,
-        inner: Handle,
-        report: EncodingReport,
-        complete: Callable[[ReshardError | None], None],
-        finish: Callable[[], Any],
-    ) -> None:
-        super().__init__(inner, finish)
-        self._complete = complete
-        self._is_complete = False
-        self.report = report
-
-    @not_compiled
-    def wait(self, timeout_seconds: float | None = None) -> Any:
-        """Wait as :meth:`Handle.wait` does. Then confirm with the other ranks that all data has arrived, and decode it.
-
-        ``timeout_seconds`` limits only the wait for this rank's buckets. The timeout of the call limits the rest.
-
-        Raises:
-            ReshardError: a rank failed; the same on every rank. Unless it failed to decode, every ``out`` is unchanged.
-        """
-        self._wait_for_part(timeout_seconds)
-        with self._finishing:
-            if not self._is_complete and self._interruption is None:
-                try:
-                    self._final_error, self._is_complete = self._confirm(self._complete), True
-                except BaseException as error:
-                    self._interruption = type(error).__name__
-                    raise
-        if self._final_error is not None:
-            raise self._final_error
-        return self._take_result()
 
 
 class StreamWatch(Watch):

@@ -12,9 +12,9 @@ from reshard.api.arguments.option_checks import (
     check_device_type,
     check_flag,
     check_listed,
+    check_lossless_codec,
     encodes_on_cpu,
 )
-from reshard.api.lossless.lossless_transfer import check_lossless_codec
 from reshard.api.preparation.agreed_plan import AgreedPlan
 from reshard.api.transfers.queued_transfers import QueuedTransfers
 from reshard.api.transfers.streamed_transfers import StreamedTransfers

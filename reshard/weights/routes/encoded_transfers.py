@@ -131,7 +131,7 @@ class EncodedTransfers:
             choice.agree(reports, encoders, self._decoders)
         self._rounds = [self._find_round(number) for number in range(self.num_rounds)]
         self._chosen: tuple[bool, dict[str, BucketChoice]] | None = None
-        self._num_chosen = 0
+        self._num_chosen = 0  # versions whose formats were chosen by the same samples
         self._factors: CodingFactors = {}  # when the kept formats were chosen
         self.coding_seconds: defaultdict[str, float] = defaultdict(float)
         self._mover: Mover | None = None
@@ -202,9 +202,9 @@ class EncodedTransfers:
         assert self._choice is not None
         factors = self._choice.factors
         last = self._chosen[1] if self._chosen and self._chosen[0] == (old is None) else {}
-        samples = not last or self._num_chosen % MAX_KEPT == 0
-        self._num_chosen = 1 if samples else self._num_chosen + 1
-        if not samples and not have_moved(self._factors, factors):
+        is_due = not last or self._num_chosen == MAX_KEPT
+        self._num_chosen = 1 if is_due else self._num_chosen + 1
+        if not is_due and not have_moved(self._factors, factors):
             return last
         self._factors, choices = factors, {}
         for name, bucket in self._buckets.items():
@@ -214,9 +214,9 @@ class EncodedTransfers:
             views, names, gain = list(bucket.views(new, "src")), [], 0.0
             coding, regions = [], []
             bases = [None] * len(views) if old is None else bucket.views(old, "src")
-            before = last[name].regions if last else [None] * len(views)
-            for view, base, region in zip(views, bases, before, strict=True):
-                chosen = self._choice.choose(view, base, region, samples=samples)
+            before = [(item.name, item.sample) for item in last[name].regions] if last else [(None, None)] * len(views)
+            for view, base, (format_before, sample) in zip(views, bases, before, strict=True):
+                chosen = self._choice.choose(view, base, format_before, None if is_due else sample)
                 regions.append(chosen)
                 names.append(chosen.name)
                 gain += chosen.saved

@@ -234,15 +234,15 @@ class FormatChoice:
         return min(encoded, default=float("inf")) < MIN_GAIN * 2**21 / self.link_rate
 
     def choose(
-        self, region: torch.Tensor, base: torch.Tensor | None, last: RegionChoice | None = None, *, samples: bool = True
+        self, region: torch.Tensor, base: torch.Tensor | None, last: str | None = None, sample: Sample | None = None
     ) -> RegionChoice:
         """The format of a region.
 
         Args:
             region: a tensor on the CPU.
             base: the same region of the version before, on the CPU; None if the receivers hold no such version.
-            last: the last choice for the region, if any. Its format stays unless another one is clearly faster.
-            samples: whether to take a new sample; False: use that of the last choice, if there is one.
+            last: format of the last choice, which stays unless another one is clearly faster; None if there is none.
+            sample: sample of an earlier version to choose by; None to take a new one.
         """
         dtype, width, nbytes = dtype_name(region.dtype), word_width(region.itemsize), region.numel() * region.itemsize
         allowed = [
@@ -260,9 +260,8 @@ class FormatChoice:
             saved = (MIN_GAIN - 1) * raw - small.encode / self._encoders - small.decode / self._decoders
             return RegionChoice(name, saved, small)
         rates = self._transfer_rates(self.link_rate)
-        sample = None if samples or last is None else last.sample
         sample, numel = sample or sample_region(region, base), nbytes // width
-        name = choose_format(numel, width, sample, rates, allowed, None if last is None else last.name)
+        name = choose_format(numel, width, sample, rates, allowed, last)
         coding = predict_coding(name, numel, width, sample, rates)
         return RegionChoice(name, MIN_GAIN * raw - add_link(coding, numel, width, sample, rates), coding, sample)
 

@@ -35,9 +35,10 @@ def joint(problem: SearchProblem, below_seconds: float = math.inf) -> tuple[Cand
 
 @dataclass(frozen=True, order=True)
 class _Entry:
-    """Bottleneck times ``first`` to ``end - 1`` of a number of microbatches, or one that was searched (no ``end``).
+    """A range of bottleneck times still to be searched, or one searched time, for a number of microbatches.
 
     Attributes:
+        first, end: numbers of the times from ``first`` to ``end - 1``; of the searched time if ``end`` is 0.
         seconds: lower bound on their plans. If it is exact, it is the time of the plan of ``stages``.
         value: least sum of round trip and excess at a bottleneck time that is no shorter; a lower bound.
     """
