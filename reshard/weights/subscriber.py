@@ -164,17 +164,17 @@ class Subscriber:
         receiver, last_swap = self._receiver, self._receiver.last_swap
         try:
             self._wait_for_swap(seconds)
+            if receiver.swap_error is not None:
+                raise rebuild_error(*describe_error(receiver.swap_error))
+            assert receiver.installed_version is not None
+            return receiver.installed_version
         except ReshardError:
             raise
         except BaseException as error:
             mark_published(error)
-            if receiver.last_swap == last_swap:
+            if receiver.last_swap == last_swap:  # after a swap, the other ranks wait for nothing
                 self._leave(error)
             raise
-        if receiver.swap_error is not None:
-            raise rebuild_error(*describe_error(receiver.swap_error))
-        assert receiver.installed_version is not None
-        return receiver.installed_version
 
     def _wait_for_swap(self, seconds: float) -> None:
         """Wait until the next attempt ends in a swap. If it ends otherwise, all ranks raise the same error."""

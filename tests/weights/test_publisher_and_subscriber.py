@@ -646,6 +646,45 @@ def test_version_in_place_is_whole_or_leaves_no_version():
     assert (results[0], results[2]) == ("", "") and "failed 3 times: '0.bias'" in results[1]
 
 
+def _interrupt(_):
+    raise KeyboardInterrupt
+
+
+def _interrupted_after_swap(rank, _, store):
+    """Ranks 1 and 2 are an engine. An interrupt ends the first ``update`` of rank 2 when the version is in its model."""
+    if rank == 0:
+        raw = _connect(store, (), rank, 1)
+        model = _model(1)
+        with Publisher(model, raw) as publisher:
+            for version in (1, 2):
+                _wait_for(raw, f"ready{version}1"), _wait_for(raw, f"ready{version}2")
+                _set_version(model, version)
+                publisher.publish(version).wait(60)
+            _wait_for(raw, "ended1"), _wait_for(raw, "ended2")
+        return
+    raw = _connect(store, ("engine", rank - 1), rank, 2)
+    model = _model(2)
+    with Subscriber(model, raw) as subscriber, pytest.MonkeyPatch.context() as monkeypatch:
+        raw.set(f"ready1{rank}", "")
+        if rank == 2:
+            monkeypatch.setattr(Receiver, "swap_error", property(_interrupt, lambda *_: None), raising=False)
+            with pytest.raises(KeyboardInterrupt):
+                subscriber.update(60)
+            monkeypatch.undo()
+            subscriber._receiver.swap_error = None
+        else:
+            assert subscriber.update(60) == 1
+        assert subscriber.version == 1 and _is_version(model, 1)
+        raw.set(f"ready2{rank}", "")
+        assert subscriber.update(60) == 2 and _is_version(model, 2)
+        raw.set(f"ended{rank}", "")
+
+
+def test_interrupt_after_a_swap_leaves_the_next_update_alone():
+    with PausableStore(3) as store:
+        run_processes(_interrupted_after_swap, 3, store, init_group=False, timeout_seconds=90)
+
+
 def _slow_rank(rank, _, store):
     """Rank 1 of the trainer comes back from publish after the version has reached the engine, rank 2."""
     raw = _connect(store, ("trainer", rank) if rank < 2 else (), rank, 2 if rank < 2 else 1)
