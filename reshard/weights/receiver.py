@@ -59,7 +59,7 @@ class Receiver:
         self.swap_error: BaseException | None = None
         self._failure: ReshardError | None = None
         self._problem = ""  # why the last version did not arrive
-        self._num_waiting = 0  # threads of the user in ``update``
+        self._waiting: list[int] = []  # attempts for which threads of the user wait in ``update``
         self._is_receiving = False  # into the model
         self.last_swap = -1
         self._given_up: tuple[int, ReshardError] | None = None
@@ -101,7 +101,7 @@ class Receiver:
         interrupt: BaseException | None = None
         call: DeferredCall | None = None
         with self._changed:
-            self._num_waiting += 1
+            self._waiting.append(attempt)
             self._changed.notify_all()
             try:
                 while True:
@@ -123,7 +123,7 @@ class Receiver:
                     self._put_back(call, error)
                 raise
             finally:
-                self._num_waiting -= 1
+                self._waiting.remove(attempt)
             if interrupt is not None:
                 raise interrupt
             if self.last_swap < attempt:
@@ -236,7 +236,7 @@ class Receiver:
 
         def wait() -> dict[str, Any]:
             with self._changed:
-                if not self._changed.wait_for(lambda: self._num_waiting > 0, seconds):
+                if not self._changed.wait_for(self._waits_for_version, seconds):
                     raise TransferTimeoutError(f"update was not called within {seconds:g} s, which a version needs")
                 self._is_receiving = True
             return {}
@@ -247,6 +247,10 @@ class Receiver:
             self._end_receiving()
             raise
         self.installed_version = None
+
+    def _waits_for_version(self) -> bool:
+        """Whether this rank is in ``update``. After a swap, the call returns, and its caller uses the model."""
+        return any(not self._has_ended(attempt) for attempt in self._waiting)
 
     def _end_receiving(self) -> None:
         with self._changed:

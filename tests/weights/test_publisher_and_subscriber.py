@@ -646,6 +646,46 @@ def test_version_in_place_is_whole_or_leaves_no_version():
     assert (results[0], results[2]) == ("", "") and "failed 3 times: '0.bias'" in results[1]
 
 
+class _SlowReturn(threading.Condition):
+    """A condition whose main thread sleeps, without the lock, after each wait for a swap."""
+
+    def wait_for(self, predicate, timeout=None):
+        result = super().wait_for(predicate, timeout)
+        if threading.current_thread() is threading.main_thread():
+            self.release()
+            time.sleep(1.0)
+            self.acquire()
+        return result
+
+
+def _slow_return_in_place(rank, _, store):
+    """Ranks 1 and 2 are an engine. Rank 2 returns late from ``update``, when rank 1 waits for the next version."""
+    if rank == 0:
+        raw = _connect(store, (), rank, 1)
+        model = _model(1)
+        with Publisher(model, raw) as publisher:
+            _wait_for(raw, "ready1"), _wait_for(raw, "ready2")
+            for version in (1, 2):
+                _set_version(model, version)
+                publisher.publish(version).wait(60)
+            _wait_for(raw, "ended1"), _wait_for(raw, "ended2")
+        return
+    raw = _connect(store, ("engine", rank - 1), rank, 2)
+    model = _model(2)
+    with Subscriber(model, raw, mode="in_place") as subscriber:
+        if rank == 2:
+            subscriber._receiver._changed = _SlowReturn()
+        raw.set(f"ready{rank}", "")
+        for version in (1, 2):
+            assert subscriber.update(60) == version and _is_version(model, version)
+        raw.set(f"ended{rank}", "")
+
+
+def test_next_version_does_not_arrive_in_place_before_update_has_returned():
+    with PausableStore(3) as store:
+        run_processes(_slow_return_in_place, 3, store, init_group=False, timeout_seconds=90)
+
+
 def _interrupt(_):
     raise KeyboardInterrupt
 
