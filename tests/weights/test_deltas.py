@@ -18,7 +18,7 @@ from reshard.weights.routes.learned_times import LearnedTimes
 from reshard.weights.routes.route import Route
 from tests.support.pausable_store import PausableStore
 from tests.support.tensors import same_bytes
-from tests.weights.test_publisher_and_subscriber import _connect, _wait_for
+from tests.support.versioned_models import connect, wait_for_key
 
 pytestmark = pytest.mark.integration
 
@@ -96,13 +96,13 @@ def _all_kinds(rank, _, store):
         monkeypatch.setattr(FormatChoice, "link_rate", SLOW)
         arrivals = _note_arrivals(monkeypatch)
         if rank < 2:
-            raw = _connect(store, ("trainer", rank), rank, 2)
+            raw = connect(store, ("trainer", rank), rank, 2)
             cut, reports = _cut(rank, 2, 0), []
             model, shards = _parts(0, cut), {name: (SHAPES[name], [cut[name]]) for name in SHAPES}
             for versions in (range(1, 5), range(5, 7)):
                 with _trainer(model, raw, shards=shards) as publisher:
                     for key in ("ready2", "ready3", "ready4"):
-                        _wait_for(raw, key)
+                        wait_for_key(raw, key)
                     for version in versions:
                         _write(model, version, cut)
                         handle = publisher.publish(version)
@@ -110,15 +110,15 @@ def _all_kinds(rank, _, store):
                         reports.append(handle.wait(100))
                         raw.set(f"published{version}", "")
                         for engine in (2, 3, 5) if version > 1 else (2, 3):
-                            _wait_for(raw, f"updated{version} {engine}")
+                            wait_for_key(raw, f"updated{version} {engine}")
             return [(sorted(map(bool, each.engines.values())), each.base, each.encoded_bytes) for each in reports]
-        raw = _connect(store, ("engine", rank - 2) if rank < 4 else (), rank, 2 if rank < 4 else 1)
+        raw = connect(store, ("engine", rank - 2) if rank < 4 else (), rank, 2 if rank < 4 else 1)
         cut = _cut(rank - 2, 2, 1) if rank < 4 else _cut(0, 1, 0)
         model, shards = _parts(0, cut), {name: (SHAPES[name], [cut[name]]) for name in SHAPES}
         if rank < 4:
             model = {name: value if name == "steps" else value.to(torch.bfloat16) for name, value in model.items()}
         if rank == 5:
-            _wait_for(raw, "published2")
+            wait_for_key(raw, "published2")
         digest = verify.Checker.digest_target
 
         def corrupt(self, arrays, of_rank):
@@ -159,26 +159,26 @@ def _other_modes(rank, _, store):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(FormatChoice, "link_rate", SLOW)
         arrivals = _note_arrivals(monkeypatch)
-        raw = _connect(store, (), rank, 1)
+        raw = connect(store, (), rank, 1)
         cut = _cut(0, 1, 0)
         model = _parts(0, cut)
         if rank == 0:
             with pytest.raises(ArgumentError, match="compression is 'zip'; it must be None, 'delta' or 'lossless'"):
                 Publisher(model, raw, compression="zip")
             with _trainer(model, raw, memory_bytes=3 << 19) as publisher:
-                _wait_for(raw, "ready1"), _wait_for(raw, "ready2")
+                wait_for_key(raw, "ready1"), wait_for_key(raw, "ready2")
                 for version in (1, 2, 3):
                     _write(model, version, cut)
                     report = publisher.publish(version).wait(100)
                     assert set(report.engines.values()) == {""}, report
                     assert report.base == (version - 1 or None) and (version == 1 or report.encoded_bytes < 5e5)
-                    _wait_for(raw, f"updated{version} 1"), _wait_for(raw, f"updated{version} 2")
+                    wait_for_key(raw, f"updated{version} 1"), wait_for_key(raw, f"updated{version} 2")
                 rounds = publisher._sender._encoded.num_rounds
             with Publisher(model, raw, dtype=torch.bfloat16, compression="lossless", memory_bytes=3 << 19) as publisher:
                 _write(model, 4, cut)
                 report = publisher.publish(4).wait(100)
                 assert set(report.engines.values()) == {""} and report.base is None
-                _wait_for(raw, "updated4 1"), _wait_for(raw, "updated4 2")
+                wait_for_key(raw, "updated4 1"), wait_for_key(raw, "updated4 2")
             return rounds, report.formats
         model = {name: value if name == "steps" else value.to(torch.bfloat16) for name, value in model.items()}
 
@@ -208,14 +208,14 @@ def _fast_link(rank, _, store):
         monkeypatch.setattr(FormatChoice, "link_rate", 1e15)
         made = []
         monkeypatch.setattr(encoded_transfers.SendingHandle, "__init__", lambda *_: made.append(1) or 1 / 0)
-        raw, cut = _connect(store, (), rank, 1), _cut(0, 1, 0)
+        raw, cut = connect(store, (), rank, 1), _cut(0, 1, 0)
         model = _parts(0, cut)
         if rank == 0:
             with _trainer(model, raw) as publisher:
                 publisher._sender._choice.agree(
                     {0: {"known": dict.fromkeys(RATES, ""), "rates": RATES, "setups": SETUPS}}
                 )
-                _wait_for(raw, "ready")
+                wait_for_key(raw, "ready")
                 for version in (1, 2):
                     _write(model, version, cut)
                     report = publisher.publish(version).wait(100)
@@ -240,11 +240,11 @@ def test_nothing_is_compared_where_no_format_can_pay():
 def _little_memory(rank, _, store):
     """Rank 0 trains; rank 1 gives so little memory that a version would take more rounds than are allowed."""
     encoded_transfers.MAX_ROUNDS = 8
-    raw, cut = _connect(store, (), rank, 1), _cut(0, 1, 0)
+    raw, cut = connect(store, (), rank, 1), _cut(0, 1, 0)
     model = _parts(0, cut)
     if rank == 0:
         with _trainer(model, raw) as publisher:
-            _wait_for(raw, "ready")
+            wait_for_key(raw, "ready")
             with pytest.raises(ArgumentError, match="26 rounds, because memory_bytes is 196,608 on a rank; it must be"):
                 publisher.publish(1).wait(60)
         with Publisher(model, raw, dtype=torch.bfloat16) as publisher:
@@ -273,13 +273,13 @@ def _odd_clocks(rank, _, store):
         monkeypatch.setattr(FormatChoice, "link_rate", 1e8)
         monkeypatch.setattr(LearnedTimes, "add_version", lambda *args: None)
         monkeypatch.setattr(encoded_transfers, "time", types.SimpleNamespace(perf_counter=read_clock))
-        raw = _connect(store, ("trainer", rank) if rank < 2 else (), rank, 2 if rank < 2 else 1)
+        raw = connect(store, ("trainer", rank) if rank < 2 else (), rank, 2 if rank < 2 else 1)
         cut = _cut(0, 1, 0)
         model = {name: value.bfloat16() if name != "steps" else value for name, value in _parts(0, cut).items()}
         with (_trainer if rank < 2 else Subscriber)(model, raw) as side:
             if rank == 2:
                 raw.set("joined", "")
-            _wait_for(raw, "joined")
+            wait_for_key(raw, "joined")
             found = []
             nbytes = sum(value.nbytes for value in model.values())  # both ranks hold all of it
             for version in range(1, 10):

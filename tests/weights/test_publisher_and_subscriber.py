@@ -13,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from reshard.errors import ArgumentError, RemoteError, ReshardError, TransferTimeoutError
@@ -25,87 +23,38 @@ from reshard.weights.model import verify
 from reshard.weights.receiver import Receiver
 from reshard.weights.routes.route import Route
 from tests.support.pausable_store import PausableStore
+from tests.support.versioned_models import (
+    connect,
+    is_version,
+    make_model,
+    make_trainer_model,
+    set_version,
+    tensors_of_version,
+    wait_for_key,
+)
 
 pytestmark = pytest.mark.integration
-
-
-def _model(seed):
-    torch.manual_seed(seed)
-    # the last layer is too large to travel with others
-    return torch.nn.Sequential(
-        torch.nn.Linear(13, 7), torch.nn.Linear(7, 5, bias=False), torch.nn.Linear(5, 4001, bias=False)
-    )
-
-
-def _whole(model):
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
-        for name, value in model.state_dict().items()
-    }
-
-
-def _expected(version):
-    return {name: value + version for name, value in _model(1).state_dict().items()}
-
-
-def _is_version(model, version):
-    return all(torch.equal(value, _expected(version)[name]) for name, value in _whole(model).items())
-
-
-def _connect(store, prefix, rank, size):
-    """The store of a rank; its process group, if it has others."""
-    raw = dist.TCPStore("127.0.0.1", store.ports[rank], is_master=False)
-    if size > 1:
-        own = prefix, dist.PrefixStore(prefix[0], raw)
-        dist.init_process_group("gloo", store=own[1], rank=prefix[1], world_size=size)
-    return raw
-
-
-def _trainer(raw, rank, size):
-    model = _model(1)
-    if size > 1:
-        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-    return model
-
-
-def _set_version(model, version):
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            whole = _expected(version)[name]
-            if isinstance(value, DTensor):
-                size, rank = dist.get_world_size(), dist.get_rank()
-                parts = whole.chunk(size)
-                value.to_local().copy_(parts[rank] if rank < len(parts) else whole[:0])
-            else:
-                value.copy_(whole)
-
-
-def _wait_for(raw, key, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not raw.check([key]):
-        assert time.monotonic() < deadline, key
-        time.sleep(0.02)
 
 
 def _shards_to_two_engines(rank, _, store):
     """Ranks 0 to 2 train with FSDP, 3 and 4 are an engine with tensor parallelism, 5 is an engine in bfloat16."""
     if rank < 3:
-        raw = _connect(store, ("trainer", rank), rank, 3)
-        model = _trainer(raw, rank, 3)
+        raw = connect(store, ("trainer", rank), rank, 3)
+        model = make_trainer_model(3)
         with Publisher(model, raw) as publisher:
-            _wait_for(raw, "ready3"), _wait_for(raw, "ready5")
+            wait_for_key(raw, "ready3"), wait_for_key(raw, "ready5")
             for version in (1, 2, 3):
-                _set_version(model, version)
+                set_version(model, version)
                 handle = publisher.publish(version)
-                _set_version(model, 100)  # the optimizer goes on
+                set_version(model, 100)  # the optimizer goes on
                 report = handle.wait(60)
                 assert len(report.engines) == 2 and set(report.engines.values()) == {""}, report
                 said = rf"version {version}: 2 engines hold it: 78.66 KiB in .+ \(predicted .+, lower bound 0, .+\)"
                 assert re.fullmatch(said, str(report)), str(report)
                 raw.set(f"published{version}", "")
         return report.nbytes
-    raw = _connect(store, ("engine", rank - 3), rank, 2 if rank < 5 else 1)
-    model = _model(2)
+    raw = connect(store, ("engine", rank - 3), rank, 2 if rank < 5 else 1)
+    model = make_model(2)
     if rank < 5:
         parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "1": RowwiseParallel()})
     else:
@@ -116,12 +65,12 @@ def _shards_to_two_engines(rank, _, store):
         while not found or found[-1] < 3:
             found.append(subscriber.update(60))
             if rank < 5:
-                assert _is_version(model, found[-1])
+                assert is_version(model, found[-1])
         with pytest.raises(TransferTimeoutError, match="the model keeps version 3"):
             subscriber.update(0.2)
     if rank == 5:
         for name, value in model.state_dict().items():
-            assert torch.equal(value, _expected(3)[name].to(torch.bfloat16))
+            assert torch.equal(value, tensors_of_version(3)[name].to(torch.bfloat16))
     return found
 
 
@@ -135,33 +84,33 @@ def test_versions_reach_engines_of_other_shardings_and_dtypes():
 def _engine_dies(rank, _, store):
     """Rank 0 trains; ranks 1 and 2 are an engine of two ranks, of which one dies; rank 3 is another engine."""
     if rank == 0:
-        raw = _connect(store, (), rank, 1)
-        model = _trainer(raw, 0, 1)
+        raw = connect(store, (), rank, 1)
+        model = make_trainer_model(1)
         with Publisher(model, raw) as publisher:
             for key in ("ready1", "ready2", "ready3"):
-                _wait_for(raw, key)
-            _set_version(model, 1)
+                wait_for_key(raw, key)
+            set_version(model, 1)
             publisher.publish(1).wait(60)
             raw.set("die", "")
             time.sleep(0.5)
             begun = time.monotonic()
-            _set_version(model, 2)
+            set_version(model, 2)
             report = publisher.publish(2).wait(60)
             return sorted(report.engines.values()), time.monotonic() - begun
-    raw = _connect(store, ("engine", rank - 1), rank, 2 if rank < 3 else 1)
-    model = _model(2)
+    raw = connect(store, ("engine", rank - 1), rank, 2 if rank < 3 else 1)
+    model = make_model(2)
     with Subscriber(model, raw) as subscriber:
         raw.set(f"ready{rank}", "")
-        assert subscriber.update(60) == 1 and _is_version(model, 1)
+        assert subscriber.update(60) == 1 and is_version(model, 1)
         if rank == 2:
-            _wait_for(raw, "die")
+            wait_for_key(raw, "die")
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 3:
-            assert subscriber.update(60) == 2 and _is_version(model, 2)
+            assert subscriber.update(60) == 2 and is_version(model, 2)
         else:
             with pytest.raises(ReshardError):
                 subscriber.update(10)
-            assert subscriber.version == 1 and _is_version(model, 1)
+            assert subscriber.version == 1 and is_version(model, 1)
     return None
 
 
@@ -180,13 +129,13 @@ def test_engine_of_a_killed_rank_is_dropped_and_the_others_commit():
 def _trainer_dies(rank, _, store):
     """Rank 1 of the trainer dies; the engine, rank 2, keeps its version."""
     if rank < 2:
-        raw = _connect(store, ("trainer", rank), rank, 2)
-        model = _trainer(raw, rank, 2)
+        raw = connect(store, ("trainer", rank), rank, 2)
+        model = make_trainer_model(2)
         publisher = Publisher(model, raw)
-        _wait_for(raw, "ready")
-        _set_version(model, 1)
+        wait_for_key(raw, "ready")
+        set_version(model, 1)
         publisher.publish(1).wait(60)
-        _set_version(model, 2)
+        set_version(model, 2)
         handle = publisher.publish(2)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -198,15 +147,15 @@ def _trainer_dies(rank, _, store):
         except ReshardError as error:
             assert "rank 1 of the trainer is lost" in str(error)
         return time.monotonic() - begun
-    raw = _connect(store, (), rank, 1)
-    model = _model(2)
+    raw = connect(store, (), rank, 1)
+    model = make_model(2)
     with Subscriber(model, raw) as subscriber:
         raw.set("ready", "")
         version = subscriber.update(60)
-        assert _is_version(model, version)
+        assert is_version(model, version)
         with contextlib.suppress(TransferTimeoutError):
             version = subscriber.update(10)
-        assert _is_version(model, version)
+        assert is_version(model, version)
     return version
 
 
@@ -219,24 +168,24 @@ def test_engine_keeps_a_whole_version_if_a_rank_of_the_trainer_is_killed():
 
 def _late_engine(rank, _, store):
     """The trainer, rank 0, ends. Then another engine, rank 2, fetches the version from the first one."""
-    raw = _connect(store, (), rank, 1)
-    model = _model(1 if rank == 0 else 2)
+    raw = connect(store, (), rank, 1)
+    model = make_model(1 if rank == 0 else 2)
     if rank == 0:
         with Publisher(model, raw) as publisher:
-            _set_version(model, 7)
+            set_version(model, 7)
             report = publisher.publish(7).wait(60)
             assert report.engines == {}
             assert str(report) == "version 7: no engine is connected; engines that come later fetch it"
             raw.set("published", "")
-            _wait_for(raw, "first")  # this engine came after the version was sent
+            wait_for_key(raw, "first")  # this engine came after the version was sent
         raw.set("ended", "")
         return
-    _wait_for(raw, "published" if rank == 1 else "ended")
+    wait_for_key(raw, "published" if rank == 1 else "ended")
     with Subscriber(model, raw) as subscriber:
-        assert subscriber.update(60) == 7 and _is_version(model, 7)
+        assert subscriber.update(60) == 7 and is_version(model, 7)
         if rank == 1:
             raw.set("first", "")
-            _wait_for(raw, "second")
+            wait_for_key(raw, "second")
         else:
             raw.set("second", "")
     return
@@ -248,11 +197,11 @@ def test_late_engine_fetches_from_an_engine_that_holds_the_version():
 
 
 def _mistakes(rank, _, store):
-    raw = _connect(store, (), rank, 1)
+    raw = connect(store, (), rank, 1)
     if rank == 0:
-        model = _model(1)
+        model = make_model(1)
         with Publisher(model, raw) as publisher:
-            _wait_for(raw, "ready")
+            wait_for_key(raw, "ready")
             for bad in (True, "1"):
                 with pytest.raises(ArgumentError, match="must be an integer"):
                     publisher.publish(bad)
@@ -286,17 +235,17 @@ def test_mistakes_are_named():
 
 def _damaged(rank, _, store):
     """A bit changes in the shadow of the engine: once for version 2, at each try for version 3."""
-    raw = _connect(store, (), rank, 1)
-    model = _model(1 if rank == 0 else 2)
+    raw = connect(store, (), rank, 1)
+    model = make_model(1 if rank == 0 else 2)
     if rank == 0:
         with Publisher(model, raw) as publisher:
-            _wait_for(raw, "ready")
+            wait_for_key(raw, "ready")
             results = []
             for version in (1, 2, 3):
-                _set_version(model, version)
+                set_version(model, version)
                 results.append([*publisher.publish(version).wait(60).engines.values()])
             raw.set("published", "")
-            _wait_for(raw, "checked")
+            wait_for_key(raw, "checked")
             return results
     damages = {2: 1, 3: 3}
     digest = verify.Checker.digest_target
@@ -314,11 +263,11 @@ def _damaged(rank, _, store):
         found = []
         while not found or found[-1] != 2:
             found.append(subscriber.update(60))
-            assert _is_version(model, found[-1])
-        _wait_for(raw, "published")
+            assert is_version(model, found[-1])
+        wait_for_key(raw, "published")
         with pytest.raises(TransferTimeoutError, match=r"'0.weight' \[0:7, 0:13\] on rank 0: the digest"):
             subscriber.update(1)
-        assert _is_version(model, 2)
+        assert is_version(model, 2)
         raw.set("checked", "")
     return None
 
@@ -332,16 +281,16 @@ def test_damaged_version_is_sent_again_and_never_swapped_in():
 
 def _asks_while_a_version_arrives(rank, _, store):
     """Rank 0 publishes two versions. Rank 1, an engine, asks for one when the second has overwritten the first."""
-    raw = _connect(store, (), rank, 1)
+    raw = connect(store, (), rank, 1)
     if rank == 0:
-        model = _trainer(raw, 0, 1)
+        model = make_trainer_model(1)
         with Publisher(model, raw) as publisher:
-            _wait_for(raw, "ready")
+            wait_for_key(raw, "ready")
             for version in (1, 2):
-                _set_version(model, version)
+                set_version(model, version)
                 publisher.publish(version).wait(60)
         return None
-    model, landed, go_on = _model(2), threading.Event(), threading.Event()
+    model, landed, go_on = make_model(2), threading.Event(), threading.Event()
     receive, number = Route.receive, iter((1, 2))
 
     def receive_slowly(self, arrays):
@@ -356,7 +305,7 @@ def _asks_while_a_version_arrives(rank, _, store):
         raw.set("ready", "")
         assert landed.wait(60)
         version = subscriber.update(60)
-        return version, _is_version(model, version)
+        return version, is_version(model, version)
 
 
 def test_version_that_is_being_overwritten_is_not_swapped_in():
@@ -368,32 +317,33 @@ def test_version_that_is_being_overwritten_is_not_swapped_in():
 def _loader(rank, _, store):
     """Ranks 1 and 2 are an engine with a loader of its own, which fails for version 2 on rank 2, after rank 1 has loaded."""
     if rank == 0:
-        raw = _connect(store, (), rank, 1)
-        state = {"step": 0, "model": _model(1).state_dict()}
+        raw = connect(store, (), rank, 1)
+        state = {"step": 0, "model": make_model(1).state_dict()}
         state["tied"] = state["model"]["0.weight"]
         with Publisher(state, raw) as publisher:
-            _wait_for(raw, "ready1"), _wait_for(raw, "ready2")
+            wait_for_key(raw, "ready1"), wait_for_key(raw, "ready2")
             for version in (1, 2, 3):
                 state["step"] = version
-                for name, value in _expected(version).items():
+                for name, value in tensors_of_version(version).items():
                     state["model"][name].copy_(value)
                 assert set(publisher.publish(version).wait(60).engines.values()) == {""}
-                _wait_for(raw, f"updated{version}")
+                wait_for_key(raw, f"updated{version}")
         return
-    raw = _connect(store, ("engine", rank - 1), rank, 2)
+    raw = connect(store, ("engine", rank - 1), rank, 2)
     loaded = {}
 
     def load_weights(pairs):
         assert threading.current_thread() is threading.main_thread()  # which calls update
         for name, tensor in pairs:
             loaded[name] = tensor.chunk(2)[rank - 1].clone()
-            if rank == 2 and float(tensor.flatten()[0]) == float(_expected(2)["0.weight"][0, 0]):
+            if rank == 2 and float(tensor.flatten()[0]) == float(tensors_of_version(2)["0.weight"][0, 0]):
                 raise ValueError("out of memory")
 
     def holds(version):
         assert torch.equal(loaded["tied"], loaded["model.0.weight"])
         return all(
-            torch.equal(loaded[f"model.{name}"], value.chunk(2)[rank - 1]) for name, value in _expected(version).items()
+            torch.equal(loaded[f"model.{name}"], value.chunk(2)[rank - 1])
+            for name, value in tensors_of_version(version).items()
         )
 
     with Subscriber(None, raw, load_weights=load_weights) as subscriber:
@@ -422,12 +372,12 @@ def _fused_shards(rank, _, store):
     state = {f"{part}_proj.weight": torch.randn(rows, 6) for part, rows in zip("qkv", (8, 4, 4), strict=True)}
     state = {f"attn.{name}": value for name, value in state.items()}
     if rank == 0:
-        raw = _connect(store, (), rank, 1)
+        raw = connect(store, (), rank, 1)
         with Publisher(state, raw) as publisher:
             publisher.publish(1)
-            _wait_for(raw, "updated1"), _wait_for(raw, "updated2")
+            wait_for_key(raw, "updated1"), wait_for_key(raw, "updated2")
         return
-    raw, at = _connect(store, ("engine", rank - 1), rank, 2), rank - 1
+    raw, at = connect(store, ("engine", rank - 1), rank, 2), rank - 1
     name, model = "attn.qkv_proj.weight", {"attn.qkv_proj.weight": torch.zeros(8, 6)}
     rows = [(4 * at, 4 * at + 4), (8 + 2 * at, 10 + 2 * at), (12 + 2 * at, 14 + 2 * at)]
     regions = [(row, (0, 6)) for row in rows]
@@ -451,15 +401,15 @@ def test_fused_shards_of_plain_tensors_are_stated():
 
 def _unequal_options(rank, _, store):
     """The trainer states the network, and the engine gives less memory than the trainer."""
-    raw = _connect(store, (), rank, 1)
-    model = _model(1 + rank)
+    raw = connect(store, (), rank, 1)
+    model = make_model(1 + rank)
     if rank == 0:
         for name, value in (("memory_bytes", 3 * 2**16 - 1), ("topology", "dgx_h100"), ("timeout_seconds", 0)):
             with pytest.raises(ArgumentError, match=name):
                 Publisher(model, raw, **{name: value})
         hosts = Topology.uniform([0, 1], 1e5)
         with Publisher(model, raw, topology=hosts) as publisher:
-            _wait_for(raw, "ready")
+            wait_for_key(raw, "ready")
             report = publisher.publish(1).wait(60)
             assert set(report.engines.values()) == {""}, report
             raw.set("end", "")
@@ -467,7 +417,7 @@ def _unequal_options(rank, _, store):
     with Subscriber(model, raw, memory_bytes=3 * 2**16) as subscriber:
         raw.set("ready", "")
         assert subscriber.update(60) == 1
-        _wait_for(raw, "end")
+        wait_for_key(raw, "end")
         nbytes = sum(value.numel() * value.itemsize for value in model.parameters())
         return nbytes / 1e5
 
@@ -480,16 +430,16 @@ def test_trainer_and_engine_may_give_different_memory_and_one_states_the_network
 
 def _place_in_topology(rank, _, store):
     """An engine says that it is rank 2 of the topology, behind the slowest link; then that it is the trainer's rank."""
-    raw = _connect(store, (), rank, 1)
-    model = _model(1 + rank)
+    raw = connect(store, (), rank, 1)
+    model = make_model(1 + rank)
     if rank == 0:
         hosts = [Host((Link(rate, rate),)) for rate in (1e7, 1e7, 1e5)]
         topology = Topology((0, 1, 2), tuple(hosts))
         with Publisher(model, raw, topology=topology, join_seconds=3) as publisher:
-            _wait_for(raw, "ready")
+            wait_for_key(raw, "ready")
             report = publisher.publish(1).wait(60)
             assert set(report.engines.values()) == {""}, report
-            _wait_for(raw, "again")
+            wait_for_key(raw, "again")
             with pytest.raises(ArgumentError, match="are both rank 0 of the topology; pass each engine its own first"):
                 publisher.publish(2).wait(60)
             raw.set("end", "")
@@ -499,7 +449,7 @@ def _place_in_topology(rank, _, store):
         assert subscriber.update(60) == 1
     with Subscriber(model, raw, first_rank=0):
         raw.set("again", "")
-        _wait_for(raw, "end")
+        wait_for_key(raw, "end")
     nbytes = sum(value.numel() * value.itemsize for value in model.parameters())
     return nbytes / 1e5
 
@@ -511,8 +461,8 @@ def test_an_engine_states_its_place_in_the_topology():
 
 
 def _store_dies(rank, _, store):
-    raw = _connect(store, (), rank, 1)
-    model = _model(1 + rank)
+    raw = connect(store, (), rank, 1)
+    model = make_model(1 + rank)
     side = Publisher(model, raw) if rank == 0 else Subscriber(model, raw)
     if rank == 0:
         side.publish(1).wait(60)
@@ -525,7 +475,7 @@ def _store_dies(rank, _, store):
         assert side.update(60) == 1
         with pytest.raises(RemoteError, match="the store"):
             side.update(30)
-        assert side.version == 1 and _is_version(model, 0)
+        assert side.version == 1 and is_version(model, 0)
     begun = time.monotonic()
     side.close()
     assert time.monotonic() - begun < 10
@@ -567,11 +517,11 @@ def _tied_state(seed):
 
 def _faults(rank, _, store):
     """Something goes wrong between the trainer's tensors and the engine's, once for each version."""
-    raw = _connect(store, (), rank, 1)
+    raw = connect(store, (), rank, 1)
     state = _tied_state(rank)
     if rank == 0:
         with Publisher(state, raw) as publisher:
-            _wait_for(raw, "ready")
+            wait_for_key(raw, "ready")
             versions = range(1, len(FAULTS) + 1)
             results = [list(publisher.publish(version).wait(60).engines.values()) for version in versions]
             raw.set("done", "")
@@ -586,7 +536,7 @@ def _faults(rank, _, store):
     verify.Checker.digest_target = corrupt
     with Subscriber(state, raw) as subscriber:
         raw.set("ready", "")
-        _wait_for(raw, "done")
+        wait_for_key(raw, "done")
         with pytest.raises(TransferTimeoutError):
             subscriber.update(0.1)
         assert all(torch.equal(value, _tied_state(1)[name]) for name, value in state.items())
@@ -601,153 +551,29 @@ def test_planted_faults_are_caught_with_tensor_and_rank():
         assert f"{name!r} " in result and "on rank 0" in result, results
 
 
-def _in_place(rank, _, store):
-    """Ranks 1 and 2 are an engine without memory for a shadow. Version 2 is damaged at each try."""
-    if rank == 0:
-        raw = _connect(store, (), rank, 1)
-        model = _model(1)
-        with Publisher(model, raw, timeout_seconds=60) as publisher:
-            _wait_for(raw, "ready1"), _wait_for(raw, "ready2")
-            results = []
-            for version in (1, 2, 3):
-                _set_version(model, version)
-                results += publisher.publish(version).wait(120).engines.values()
-                if version == 2:
-                    _wait_for(raw, "failed1"), _wait_for(raw, "failed2")
-            return results
-    raw = _connect(store, ("engine", rank - 1), rank, 2)
-    model = _model(2)
-    first = model[0].weight.data_ptr()
-    digest = verify.Checker.digest_target
-
-    def corrupt(self, arrays, of_rank):
-        if subscriber._receiver._arrived == 2 and of_rank == 1:
-            arrays["0.bias"][1] += 1
-        return digest(self, arrays, of_rank)
-
-    verify.Checker.digest_target = corrupt
-    with pytest.raises(ArgumentError, match="mode is 'other'"):
-        Subscriber(model, raw, mode="other")
-    with Subscriber(model, raw, mode="in_place", timeout_seconds=60) as subscriber:
-        raw.set(f"ready{rank}", "")
-        assert subscriber.update(60) == 1 and _is_version(model, 1)
-        with pytest.raises(TransferTimeoutError, match=r"'0.bias' .* on rank 1"):
-            subscriber.update(15)
-        assert subscriber.version is None
-        raw.set(f"failed{rank}", "")
-        assert subscriber.update(60) == 3 and _is_version(model, 3)
-    assert model[0].weight.data_ptr() == first
-    return None
-
-
-def test_version_in_place_is_whole_or_leaves_no_version():
-    with PausableStore(3) as store:
-        results = run_processes(_in_place, 3, store, init_group=False)[0]
-    assert (results[0], results[2]) == ("", "") and "failed 3 times: '0.bias'" in results[1]
-
-
-class _SlowReturn(threading.Condition):
-    """A condition whose main thread sleeps, without the lock, after each wait for a swap."""
-
-    def wait_for(self, predicate, timeout=None):
-        result = super().wait_for(predicate, timeout)
-        if threading.current_thread() is threading.main_thread():
-            self.release()
-            time.sleep(1.0)
-            self.acquire()
-        return result
-
-
-def _slow_return_in_place(rank, _, store):
-    """Ranks 1 and 2 are an engine. Rank 2 returns late from ``update``, when rank 1 waits for the next version."""
-    if rank == 0:
-        raw = _connect(store, (), rank, 1)
-        model = _model(1)
-        with Publisher(model, raw) as publisher:
-            _wait_for(raw, "ready1"), _wait_for(raw, "ready2")
-            for version in (1, 2):
-                _set_version(model, version)
-                publisher.publish(version).wait(60)
-            _wait_for(raw, "ended1"), _wait_for(raw, "ended2")
-        return
-    raw = _connect(store, ("engine", rank - 1), rank, 2)
-    model = _model(2)
-    with Subscriber(model, raw, mode="in_place") as subscriber:
-        if rank == 2:
-            subscriber._receiver._changed = _SlowReturn()
-        raw.set(f"ready{rank}", "")
-        for version in (1, 2):
-            assert subscriber.update(60) == version and _is_version(model, version)
-        raw.set(f"ended{rank}", "")
-
-
-def test_next_version_does_not_arrive_in_place_before_update_has_returned():
-    with PausableStore(3) as store:
-        run_processes(_slow_return_in_place, 3, store, init_group=False, timeout_seconds=90)
-
-
-def _interrupt(_):
-    raise KeyboardInterrupt
-
-
-def _interrupted_after_swap(rank, _, store):
-    """Ranks 1 and 2 are an engine. An interrupt ends the first ``update`` of rank 2 when the version is in its model."""
-    if rank == 0:
-        raw = _connect(store, (), rank, 1)
-        model = _model(1)
-        with Publisher(model, raw) as publisher:
-            for version in (1, 2):
-                _wait_for(raw, f"ready{version}1"), _wait_for(raw, f"ready{version}2")
-                _set_version(model, version)
-                publisher.publish(version).wait(60)
-            _wait_for(raw, "ended1"), _wait_for(raw, "ended2")
-        return
-    raw = _connect(store, ("engine", rank - 1), rank, 2)
-    model = _model(2)
-    with Subscriber(model, raw) as subscriber, pytest.MonkeyPatch.context() as monkeypatch:
-        raw.set(f"ready1{rank}", "")
-        if rank == 2:
-            monkeypatch.setattr(Receiver, "swap_error", property(_interrupt, lambda *_: None), raising=False)
-            with pytest.raises(KeyboardInterrupt):
-                subscriber.update(60)
-            monkeypatch.undo()
-            subscriber._receiver.swap_error = None
-        else:
-            assert subscriber.update(60) == 1
-        assert subscriber.version == 1 and _is_version(model, 1)
-        raw.set(f"ready2{rank}", "")
-        assert subscriber.update(60) == 2 and _is_version(model, 2)
-        raw.set(f"ended{rank}", "")
-
-
-def test_interrupt_after_a_swap_leaves_the_next_update_alone():
-    with PausableStore(3) as store:
-        run_processes(_interrupted_after_swap, 3, store, init_group=False, timeout_seconds=90)
-
-
 def _slow_rank(rank, _, store):
     """Rank 1 of the trainer comes back from publish after the version has reached the engine, rank 2."""
-    raw = _connect(store, ("trainer", rank) if rank < 2 else (), rank, 2 if rank < 2 else 1)
+    raw = connect(store, ("trainer", rank) if rank < 2 else (), rank, 2 if rank < 2 else 1)
     if rank == 2:
-        with Subscriber(_model(1), raw) as subscriber:
+        with Subscriber(make_model(1), raw) as subscriber:
             raw.set("ready", "")
             assert subscriber.update(60) == 1
-            _wait_for(raw, "done1")
+            wait_for_key(raw, "done1")
         return
 
     class LateHandle(publisher_module.PublishHandle):
         def __init__(self, version):
             if rank == 1:
-                _wait_for(raw, "done0")
+                wait_for_key(raw, "done0")
                 time.sleep(0.5)
             super().__init__(version)
 
     publisher_module.PublishHandle = LateHandle
-    with Publisher(_trainer(raw, rank, 2), raw) as publisher:
-        _wait_for(raw, "ready")
+    with Publisher(make_trainer_model(2), raw) as publisher:
+        wait_for_key(raw, "ready")
         assert set(publisher.publish(1).wait(20).engines.values()) == {""}
         raw.set(f"done{rank}", "")
-        _wait_for(raw, "done1")
+        wait_for_key(raw, "done1")
 
 
 def test_a_version_that_is_done_early_is_done_on_each_rank():
@@ -765,7 +591,7 @@ def _busy_engine(_, __):
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(Receiver, "handle_message", act_late)
-        with Subscriber(_model(2), store), Publisher(_model(1), store) as publisher:
+        with Subscriber(make_model(2), store), Publisher(make_model(1), store) as publisher:
             assert set(publisher.publish(1).wait(60).engines.values()) == {""}
 
 

@@ -17,8 +17,9 @@ from reshard.weights.model.manifest import merge_states, state_of_rank
 from reshard.weights.model.pieces import Side, match
 from reshard.weights.recorded_loader import Recording, cover
 from tests.support.loading_engine import EXPERTS, Engine, checkpoint
+from tests.support.pausable_store import PausableStore
 from tests.support.sharded_state import ShardedState, chunks, execute, whole
-from tests.weights.test_publisher_and_subscriber import PausableStore, _connect, _wait_for
+from tests.support.versioned_models import connect, wait_for_key
 
 
 def _replay(source, recordings):
@@ -235,7 +236,7 @@ def _published(rank, _, store):
     """Ranks 1 and 2 are an engine whose loader is recorded; rank 2 has fewer experts to take than the trainer sends."""
     torch.manual_seed(rank)
     if rank == 0:
-        raw = _connect(store, (), rank, 1)
+        raw = connect(store, (), rank, 1)
         with Publisher(checkpoint(), raw) as publisher:
             for version in (1, 2):
                 torch.manual_seed(100 + version)
@@ -244,10 +245,10 @@ def _published(rank, _, store):
                 assert set(publisher.publish(version).wait(60).engines.values()) == ({""} if version == 2 else set())
                 if version == 1:
                     raw.set("published", "")
-                    _wait_for(raw, "updated1"), _wait_for(raw, "updated2")
-            _wait_for(raw, "ended1"), _wait_for(raw, "ended2")
+                    wait_for_key(raw, "updated1"), wait_for_key(raw, "updated2")
+            wait_for_key(raw, "ended1"), wait_for_key(raw, "ended2")
         return
-    raw, at = _connect(store, ("engine", rank - 1), rank, 2), rank - 1
+    raw, at = connect(store, ("engine", rank - 1), rank, 2), rank - 1
     engine, calls = Engine(at, 2, is_expert_parallel=True, dtype=torch.bfloat16), []
 
     def load_weights(weights):
@@ -275,7 +276,7 @@ def test_versions_go_the_ways_of_a_recorded_loader():
 
 def test_a_recorded_loader_needs_a_trainer_and_a_model():
     with PausableStore(1) as store:
-        raw = _connect(store, (), 0, 1)
+        raw = connect(store, (), 0, 1)
         with pytest.raises(TransferTimeoutError, match=r"no trainer publishes this name within 0\.2 s"):
             Subscriber({"a": torch.zeros(2)}, raw, rules=record(list), join_seconds=0.2)
         for options in ({"model": None, "load_weights": list}, {"mode": "in_place"}, {"shards": {}}):

@@ -18,6 +18,7 @@ from reshard.testing.processes import LaunchError, run_processes
 from reshard.weights import Publisher, Subscriber
 from reshard.weights.routes.route import Route
 from tests.support.pausable_store import PausableStore
+from tests.support.versioned_models import wait_for_key
 
 pytestmark = pytest.mark.integration
 
@@ -47,13 +48,6 @@ def _is_version(model, version):
     return all(torch.equal(value, _expected(version)[name]) for name, value in model.state_dict().items())
 
 
-def _wait_for(raw, key):
-    deadline = time.monotonic() + 60
-    while not raw.check([key]):
-        assert time.monotonic() < deadline, key
-        time.sleep(0.02)
-
-
 def _train(rank, _, kind, killed, store):
     """Ranks train; some are killed when they start to send version 2. The last rank is an engine."""
     size = len(store.ports) - 1
@@ -67,7 +61,7 @@ def _train(rank, _, kind, killed, store):
     elif kind == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
     publisher = Publisher(model, raw)
-    _wait_for(raw, "ready")
+    wait_for_key(raw, "ready")
     _set_version(model, 1)
     publisher.publish(1).wait(60)
     start_sending = Route.start_sending
@@ -87,7 +81,7 @@ def _train(rank, _, kind, killed, store):
         found = str(error)
     seconds = time.monotonic() - begun
     raw.set(f"ended{rank}", "")
-    _wait_for(raw, "served")
+    wait_for_key(raw, "served")
     return found, seconds
 
 
@@ -96,7 +90,7 @@ def _serve(raw, model, survivors):
         raw.set("ready", "")
         found = [subscriber.update(60)]
         for rank in survivors:
-            _wait_for(raw, f"ended{rank}")
+            wait_for_key(raw, f"ended{rank}")
         try:
             found.append(subscriber.update(2))
         except TransferTimeoutError as error:

@@ -1,0 +1,141 @@
+"""Swaps of versions: in place, and with ranks that are slow or interrupted."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from reshard.errors import ArgumentError, TransferTimeoutError
+from reshard.testing.processes import run_processes
+from reshard.weights import Publisher, Subscriber
+from reshard.weights.model import verify
+from reshard.weights.receiver import Receiver
+from tests.support.pausable_store import PausableStore
+from tests.support.versioned_models import connect, is_version, make_model, set_version, wait_for_key
+
+pytestmark = pytest.mark.integration
+
+
+def _in_place(rank, _, store):
+    """Ranks 1 and 2 are an engine without memory for a shadow. Version 2 is damaged at each try."""
+    if rank == 0:
+        raw = connect(store, (), rank, 1)
+        model = make_model(1)
+        with Publisher(model, raw, timeout_seconds=60) as publisher:
+            wait_for_key(raw, "ready1"), wait_for_key(raw, "ready2")
+            results = []
+            for version in (1, 2, 3):
+                set_version(model, version)
+                results += publisher.publish(version).wait(120).engines.values()
+                if version == 2:
+                    wait_for_key(raw, "failed1"), wait_for_key(raw, "failed2")
+            return results
+    raw = connect(store, ("engine", rank - 1), rank, 2)
+    model = make_model(2)
+    first = model[0].weight.data_ptr()
+    digest = verify.Checker.digest_target
+
+    def corrupt(self, arrays, of_rank):
+        if subscriber._receiver._arrived == 2 and of_rank == 1:
+            arrays["0.bias"][1] += 1
+        return digest(self, arrays, of_rank)
+
+    verify.Checker.digest_target = corrupt
+    with pytest.raises(ArgumentError, match="mode is 'other'"):
+        Subscriber(model, raw, mode="other")
+    with Subscriber(model, raw, mode="in_place", timeout_seconds=60) as subscriber:
+        raw.set(f"ready{rank}", "")
+        assert subscriber.update(60) == 1 and is_version(model, 1)
+        with pytest.raises(TransferTimeoutError, match=r"'0.bias' .* on rank 1"):
+            subscriber.update(15)
+        assert subscriber.version is None
+        raw.set(f"failed{rank}", "")
+        assert subscriber.update(60) == 3 and is_version(model, 3)
+    assert model[0].weight.data_ptr() == first
+    return None
+
+
+def test_version_in_place_is_whole_or_leaves_no_version():
+    with PausableStore(3) as store:
+        results = run_processes(_in_place, 3, store, init_group=False)[0]
+    assert (results[0], results[2]) == ("", "") and "failed 3 times: '0.bias'" in results[1]
+
+
+def _publish(store, keys_before):
+    """Publish a version after each of these lists of keys, as a trainer of one rank."""
+    raw = connect(store, (), 0, 1)
+    model = make_model(1)
+    with Publisher(model, raw) as publisher:
+        for version, keys in enumerate(keys_before, 1):
+            for key in keys:
+                wait_for_key(raw, key)
+            set_version(model, version)
+            publisher.publish(version).wait(60)
+        wait_for_key(raw, "ended1"), wait_for_key(raw, "ended2")
+
+
+class _SlowReturn(threading.Condition):
+    """A condition whose main thread sleeps, without the lock, after each wait for a swap."""
+
+    def wait_for(self, predicate, timeout=None):
+        result = super().wait_for(predicate, timeout)
+        if threading.current_thread() is threading.main_thread():
+            self.release()
+            time.sleep(1.0)
+            self.acquire()
+        return result
+
+
+def _slow_return_in_place(rank, _, store):
+    """Ranks 1 and 2 are an engine. Rank 2 returns late from ``update``, when rank 1 waits for the next version."""
+    if rank == 0:
+        _publish(store, [["ready1", "ready2"], []])
+        return
+    raw = connect(store, ("engine", rank - 1), rank, 2)
+    model = make_model(2)
+    with Subscriber(model, raw, mode="in_place") as subscriber:
+        if rank == 2:
+            subscriber._receiver._changed = _SlowReturn()
+        raw.set(f"ready{rank}", "")
+        for version in (1, 2):
+            assert subscriber.update(60) == version and is_version(model, version)
+        raw.set(f"ended{rank}", "")
+
+
+def test_next_version_does_not_arrive_in_place_before_update_has_returned():
+    with PausableStore(3) as store:
+        run_processes(_slow_return_in_place, 3, store, init_group=False, timeout_seconds=90)
+
+
+def _interrupt(_):
+    raise KeyboardInterrupt
+
+
+def _interrupted_after_swap(rank, _, store):
+    """Ranks 1 and 2 are an engine. An interrupt ends the first ``update`` of rank 2 when the version is in its model."""
+    if rank == 0:
+        _publish(store, [["ready11", "ready12"], ["ready21", "ready22"]])
+        return
+    raw = connect(store, ("engine", rank - 1), rank, 2)
+    model = make_model(2)
+    with Subscriber(model, raw) as subscriber, pytest.MonkeyPatch.context() as monkeypatch:
+        raw.set(f"ready1{rank}", "")
+        if rank == 2:
+            monkeypatch.setattr(Receiver, "swap_error", property(_interrupt, lambda *_: None), raising=False)
+            with pytest.raises(KeyboardInterrupt):
+                subscriber.update(60)
+            monkeypatch.undo()
+            subscriber._receiver.swap_error = None
+        else:
+            assert subscriber.update(60) == 1
+        assert subscriber.version == 1 and is_version(model, 1)
+        raw.set(f"ready2{rank}", "")
+        assert subscriber.update(60) == 2 and is_version(model, 2)
+        raw.set(f"ended{rank}", "")
+
+
+def test_interrupt_after_a_swap_leaves_the_next_update_alone():
+    with PausableStore(3) as store:
+        run_processes(_interrupted_after_swap, 3, store, init_group=False, timeout_seconds=90)
