@@ -80,7 +80,7 @@ def check_cluster(seed):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("seed", [950_024, 960_046])
+@pytest.mark.parametrize("seed", [950_024, pytest.param(960_046, marks=pytest.mark.nightly)])
 def test_no_search_of_a_part_of_a_cluster_is_faster_than_the_choice(seed):
     check_cluster(seed)
 

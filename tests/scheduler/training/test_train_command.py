@@ -71,7 +71,7 @@ def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
         assert message in capfd.readouterr().err
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_resumed_run_in_ready_order_says_so_and_has_the_same_losses(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = ["train", "gpt3-125m", *SMALL, "--meshes", "1x1,1x1", "--report", "none", "--resume", "--checkpoint"]
