@@ -30,7 +30,8 @@ class ChunkState {
           copies_(chunks()), first_missing_(hosts_), source_(chunks()), passed_(hosts_ * hosts_), passed_pods_(has_pods() ? hosts_ * hosts_ : 0),
           untaken_(hosts_), held_(hosts_), to_get_(hosts_), to_give_(hosts_), to_enter_(nics.up.size()),
           to_leave_(nics.up.size()), is_fresh_(none()), pods_with_(has_pods() ? chunks() : 0, Bits(nics.up.size())),
-          pods_without_(pods_with_) {
+          pods_without_(pods_with_),
+          possible_senders_(has_pods() ? hosts_ : 0, Bits(hosts_)) {
         for (size_t i = 0; i < chunks(); ++i) {
             const auto destinations = workload.host_class_receivers[workload.host_class_of[i]];
             if (!destinations.empty())
@@ -66,11 +67,16 @@ class ChunkState {
         const bool enters = has_pods() && nics_.pod[a] != nics_.pod[b];
         const Bits *in_pod = enters ? &in_pod_[nics_.pod[b]] : nullptr;
         const std::vector<int64_t> &row = arrived_[a];
-        uint32_t &next = (enters ? passed_pods_ : passed_)[a * hosts_ + b];
+        uint32_t &next = (enters ? passed_pods_ : passed_)[b * hosts_ + a];
         while (next < row.size() && (!miss_[b].has(row[next]) || (in_pod && in_pod->has(row[next]))))
             ++next;
+        if (has_pods() && next == row.size())
+            possible_senders_[b].clear(a);
         return next < row.size();
     }
+
+    // With pods: the hosts of all senders that can send a chunk to a NIC, and perhaps other hosts.
+    const Bits &possible_senders(int64_t r) const { return possible_senders_[nics_.host[r]]; }
 
     // The chunk for NICs s and r, -1 for none. may_enter_again: also chunks that the receiver's pod already has.
     int64_t choose(int64_t s, int64_t r, bool may_enter_again) const {
@@ -123,6 +129,7 @@ class ChunkState {
         ++held_[host];
         to_get_[host] -= size(chunk);
         source_[chunk].emplace_back(host, chunk_send);
+        allow_sends(chunk, host);
         if (nics_.have_multi_nic_hosts)
             near_out_[nic].set(chunk);
     }
@@ -148,6 +155,9 @@ class ChunkState {
     std::vector<Bits> pods_with_, pods_without_; // pods of each chunk
     std::vector<Bits> near_out_, near_in_; // by NIC: chunks that its ranks have, chunks that they need
 
+    // With pods, by receiving host: the hosts that have got a chunk it needs since can_send() was last false.
+    mutable std::vector<Bits> possible_senders_;
+
     size_t chunks() const { return workload_.host_class_of.size(); }
     Bits none() const { return Bits(chunks()); }
     bool has_pods() const { return !nics_.pod.empty(); }
@@ -163,6 +173,7 @@ class ChunkState {
             arrived_[h].push_back(c);
             ++held_[h];
             to_give_[h] += size(c);
+            allow_sends(c, h);
         }
         set_copies(c, holders.size());
         least_copies_ = std::min(least_copies_, copies_[c]);
@@ -177,6 +188,14 @@ class ChunkState {
         pods_without_[c].each([&](int64_t q) { to_enter_[q] += size(c); });
         if (pods_with_[c].count() == 1)
             pods_with_[c].each([&](int64_t p) { to_leave_[p] += size(c) * pods_without_[c].count(); });
+    }
+
+    void allow_sends(int64_t c, int64_t host) {
+        if (has_pods())
+            for (const int64_t b : workload_.host_class_receivers[workload_.host_class_of[c]])
+                if (const int64_t pod = nics_.pod[b];
+                    miss_[b].has(c) && (pod == nics_.pod[host] || !in_pod_[pod].has(c)))
+                    possible_senders_[b].set(host);
     }
 
     void set_copies(int64_t c, int64_t number) {

@@ -4,17 +4,22 @@
 // steeply less if it is shorter. The weight of a possible send is the sum of the worths of its ports. A port of a NIC
 // takes one send at a time, one of an uplink as many as its rate allows. A set of sends is chosen greedily, heaviest
 // first. Exchanges then improve the set as long as its weight grows: an exchange adds one send, drops the sends that
-// block it, and adds other sends that then fit. A chunk enters a pod over its uplink once. Uplinks with time to spare
-// may also bring chunks that the pod already has (help_pods).
+// block it, and adds other sends that then fit. A round of exchanges ends after MAX_FAILURES in a row without a gain. A
+// chunk enters a pod over its uplink once. Uplinks with time to spare may also bring chunks that the pod already has
+// (help_pods).
 //
 // Reference implementation: tests/reference/pod_chunk_scheduler.py.
 
 #pragma once
 
+#include <numeric>
+
+#include "choice_order.h"
 #include "chunk_scheduler.h"
 
-constexpr int PASSES = 8;        // limit on rounds of exchanges
-constexpr double GAIN = 1e-9;    // tolerance of rates, and least gain of an exchange
+constexpr int PASSES = 8;          // limit on rounds of exchanges
+constexpr int MAX_FAILURES = 1024; // limit on exchanges in a row without a gain
+constexpr double GAIN = 1e-9;      // tolerance of rates, and least gain of an exchange
 
 class PodChunkScheduler final : public ChunkScheduler {
   public:
@@ -23,31 +28,21 @@ class PodChunkScheduler final : public ChunkScheduler {
         first_uplink_ = up_.front().number;
         by_.resize(down_.back().number + 1), worth_.resize(by_.size()), is_busy_.resize(by_.size());
         place_.resize(by_.size()), taken_.resize(by_.size()), heaviest_.resize(by_.size());
+        min_rate_ = std::numeric_limits<double>::infinity();
+        for (const std::vector<Port> *ports : {&out_, &into_, &up_, &down_})
+            for (const Port &port : *ports)
+                if (port.rate > 0)
+                    min_rate_ = std::min(min_rate_, MIN_FREE_FRACTION * port.rate);
     }
 
   protected:
     bool pair(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) override {
         find_worth(senders, receivers);
-        choices_.clear();
-        for (const int64_t r : receivers)
-            for (const int64_t s : senders)
-                if (can_start(s, r)) {
-                    Choice choice{s, r, rate(s, r)};
-                    each_port(s, r, [&](const Port &port) {
-                        choice.passes[choice.num_passed++] = port.number;
-                        choice.weight += worth_[port.number];
-                    });
-                    choices_.push_back(choice);
-                }
-        std::stable_sort(choices_.begin(), choices_.end(), [](const Choice &a, const Choice &b) {
-            return a.weight != b.weight ? a.weight > b.weight : a.r != b.r ? a.r < b.r : a.s < b.s;
-        });
-        number_pairs(senders, receivers);
+        list_ends(senders, receivers);
         choose();
         bool started = false;
-        for (const Choice &choice : choices_)
-            if (choice.is_chosen)
-                started |= start(choice.s, choice.r);
+        for (const int i : chosen())
+            started |= start(choices_[i].s, choices_[i].r);
         return help_pods(senders, receivers) || started;
     }
 
@@ -64,50 +59,110 @@ class PodChunkScheduler final : public ChunkScheduler {
         int64_t last() const { return passes[num_passed - 1]; }
     };
     using Row = std::vector<int>; // indices of choices
+    static constexpr int NONE = -1, UNKNOWN = -2;
 
     int64_t first_uplink_;
+    double min_rate_; // no send has a lower rate
     std::vector<double> worth_;
-    std::vector<Choice> choices_;
-    std::vector<Row> by_;       // by port: the chosen sends that pass it
-    std::vector<double> taken_; // by uplink: see taken(), -1 where it is not known
-    std::vector<double> heaviest_; // by port: the weight of its heaviest choice
+    std::vector<int64_t> senders_, receivers_; // ascending
+    std::vector<ChoiceOrder::End> sender_ends_, receiver_ends_;
+    std::vector<size_t> first_of_; // by host: the place of its first sender; NICs are numbered host by host
+    Bits idle_;                    // hosts with senders that are not busy
+    std::vector<int64_t> place_;   // by port of a sender or a receiver: its place in that list
+    std::vector<Choice> choices_;  // in the order in which they were first needed
+    Row index_;                    // by pair of places of a sender and a receiver: its choice, NONE or UNKNOWN
+    ChoiceOrder order_;
+    Row sorted_;                   // the heaviest choices, sorted
+    std::vector<Row> by_;          // by port: the chosen sends that pass it
+    std::vector<double> taken_;    // by uplink: see taken(), -1 where it is not known
+    std::vector<double> heaviest_; // by port: an upper bound of the weights of its choices
     size_t num_chosen_ = 0;
-    std::vector<char> is_busy_; // by port: whether a chosen send begins or ends there
-    std::vector<int64_t> from_, to_, place_; // ports of senders, ports of receivers; place of each port in its list
-    Row index_; // by pair of sender and receiver: its choice, or -1
-    Row gone_, added_, others_, free_; // scratch
+    std::vector<char> is_busy_;                 // by port: whether a chosen send begins or ends there
+    Row gone_, added_, others_, free_, chosen_; // scratch
 
     Port &uplink(int64_t number) {
         const int64_t i = number - first_uplink_, n = static_cast<int64_t>(up_.size());
         return i < n ? up_[i] : down_[i - n];
     }
 
-    // Lists the ports, and the choice of each pair.
-    void number_pairs(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) {
-        const auto list = [&](std::vector<int64_t> &ports, const std::vector<Port> &ends, const auto &which) {
-            ports.clear();
-            for (const int64_t port : which) {
-                place_[ends[port].number] = static_cast<int64_t>(ports.size());
-                ports.push_back(ends[port].number);
+    // Lists the senders and the receivers, and bounds of the weights of their choices.
+    void list_ends(const std::vector<int64_t> &senders, const std::vector<int64_t> &receivers) {
+        double most_out = 0, most_into = 0; // across pods
+        std::vector<double> pod_out(up_.size()), pod_into(up_.size());
+        const auto list = [&](std::vector<int64_t> &nics, std::vector<ChoiceOrder::End> &ends, const auto &ports,
+                              const auto &uplinks, double &most, std::vector<double> &most_inside) {
+            std::sort(nics.begin(), nics.end());
+            ends.clear();
+            for (const int64_t nic : nics) {
+                const int64_t pod = nics_.pod[nics_.host[nic]];
+                place_[ports[nic].number] = static_cast<int64_t>(ends.size());
+                ends.push_back({nics_.host[nic], pod, worth_[ports[nic].number], worth_[uplinks[pod].number]});
+                most = std::max(most, ends.back().worth + ends.back().uplink);
+                most_inside[pod] = std::max(most_inside[pod], ends.back().worth);
             }
         };
-        list(from_, out_, senders), list(to_, into_, receivers);
-        index_.assign(from_.size() * to_.size(), -1);
-        for (size_t i = 0; i < choices_.size(); ++i)
-            index_[place_[choices_[i].first()] * to_.size() + place_[choices_[i].last()]] = static_cast<int>(i);
+        senders_ = senders, receivers_ = receivers;
+        list(senders_, sender_ends_, out_, up_, most_out, pod_out);
+        list(receivers_, receiver_ends_, into_, down_, most_into, pod_into);
+        for (size_t i = 0; i < senders_.size(); ++i)
+            heaviest_[out_[senders_[i]].number] = max_weight(sender_ends_[i], most_into, pod_into);
+        for (size_t j = 0; j < receivers_.size(); ++j)
+            heaviest_[into_[receivers_[j]].number] = max_weight(receiver_ends_[j], most_out, pod_out);
+        choices_.clear(), index_.assign(senders_.size() * receivers_.size(), UNKNOWN);
+        first_of_.assign(nics_.num_hosts + 1, 0), idle_ = Bits(nics_.num_hosts);
+        for (const ChoiceOrder::End &end : sender_ends_)
+            ++first_of_[end.host + 1], idle_.set(end.host);
+        std::partial_sum(first_of_.begin(), first_of_.end(), first_of_.begin());
     }
 
-    // The choices that begin or end at a port and whose other port is free, heaviest first.
-    void find_free(int64_t number, Row &found) const {
+    static double max_weight(const ChoiceOrder::End &end, double most, const std::vector<double> &most_inside) {
+        return end.worth + std::max(end.uplink + most, most_inside[end.pod]);
+    }
+
+    // The choice of a sender and a receiver, given by their places; NONE if the send cannot start.
+    int find(size_t i, size_t j) {
+        if (!chunk_state_.possible_senders(receivers_[j]).has(sender_ends_[i].host))
+            return NONE;
+        int &number = index_[j * senders_.size() + i];
+        return number == UNKNOWN ? number = describe(i, j) : number;
+    }
+
+    int describe(size_t i, size_t j) {
+        const int64_t s = senders_[i], r = receivers_[j];
+        if (!can_start(s, r))
+            return NONE;
+        Choice choice{s, r, rate(s, r)};
+        each_port(s, r, [&](const Port &port) {
+            choice.passes[choice.num_passed++] = port.number;
+            choice.weight += worth_[port.number];
+        });
+        choices_.push_back(choice);
+        return static_cast<int>(choices_.size()) - 1;
+    }
+
+    // Sorts choices: heaviest first, then by receiver, then by sender.
+    void sort(Row &row) const {
+        std::sort(row.begin(), row.end(), [&](int i, int j) {
+            const Choice &a = choices_[i], &b = choices_[j];
+            return a.weight != b.weight ? a.weight > b.weight : a.r != b.r ? a.r < b.r : a.s < b.s;
+        });
+    }
+
+    // The choices that begin or end at a port and whose other port is free, sorted.
+    void find_free(int64_t number, Row &found) {
         found.clear();
         const bool sends = number < static_cast<int64_t>(out_.size());
-        const std::vector<int64_t> &others = sends ? to_ : from_;
-        for (size_t i = 0; i < others.size(); ++i)
-            if (!is_busy_[others[i]])
-                if (const int choice = index_[sends ? place_[number] * to_.size() + i : i * to_.size() + place_[number]];
-                    choice >= 0)
+        const auto add = [&](size_t i, size_t j) {
+            if (!is_busy_[sends ? into_[receivers_[j]].number : out_[senders_[i]].number])
+                if (const int choice = find(i, j); choice != NONE)
                     found.push_back(choice);
-        std::sort(found.begin(), found.end());
+        };
+        if (sends)
+            for (size_t j = 0; j < receivers_.size(); ++j)
+                add(place_[number], j);
+        else
+            each_sender(place_[number], idle_, idle_, [&](size_t i) { add(i, place_[number]); });
+        sort(found);
     }
 
     void add(int i) {
@@ -117,6 +172,7 @@ class PodChunkScheduler final : public ChunkScheduler {
             by_[choices_[i].passes[j]].push_back(i);
             taken_[choices_[i].passes[j]] = -1;
         }
+        find_idle(nics_.host[choices_[i].s]);
     }
 
     void remove(int i) {
@@ -127,6 +183,25 @@ class PodChunkScheduler final : public ChunkScheduler {
             row.erase(std::find(row.begin(), row.end(), i));
             taken_[choices_[i].passes[j]] = -1;
         }
+        find_idle(nics_.host[choices_[i].s]);
+    }
+
+    void find_idle(int64_t host) {
+        idle_.clear(host);
+        for (size_t i = first_of_[host]; i < first_of_[host + 1]; ++i)
+            if (!is_busy_[out_[senders_[i]].number])
+                idle_.set(host);
+    }
+
+    // Calls f with the place of each sender that may have a chunk for a receiver and whose host is in both sets.
+    template <typename F> void each_sender(size_t j, const Bits &some, const Bits &others, F f) const {
+        const Bits &possible = chunk_state_.possible_senders(receivers_[j]);
+        for (size_t k = 0; k < possible.num_words(); ++k)
+            for (uint64_t word = possible.word(k) & some.word(k) & others.word(k); word; word &= word - 1) {
+                const size_t host = 64 * k + std::countr_zero(word);
+                for (size_t i = first_of_[host]; i < first_of_[host + 1]; ++i)
+                    f(i);
+            }
     }
 
     // Finds the chosen sends that must be dropped so that choice i fits: sends at its ports, and on an uplink the
@@ -181,25 +256,83 @@ class PodChunkScheduler final : public ChunkScheduler {
         return true;
     }
 
+    // Whether an uplink has no room for any further send.
+    bool is_full(int64_t number) {
+        return !by_[number].empty() && uplink(number).free * (1 + GAIN) - min_rate_ - taken(number) < 0;
+    }
+
     void choose() {
         for (Row &row : by_)
             row.clear();
-        is_busy_.assign(is_busy_.size(), false), taken_.assign(taken_.size(), -1);
-        num_chosen_ = 0, heaviest_.assign(heaviest_.size(), 0);
-        for (const Choice &choice : choices_)
-            for (const int64_t port : {choice.first(), choice.last()})
-                heaviest_[port] = std::max(heaviest_[port], choice.weight);
-        const int count = static_cast<int>(choices_.size());
-        for (int i = 0; i < count; ++i)
-            if (fits(i))
-                add(i);
+        is_busy_.assign(is_busy_.size(), false), taken_.assign(taken_.size(), -1), num_chosen_ = 0;
+        const auto is_served = [&](size_t j) { return is_busy_[into_[receivers_[j]].number]; };
+        order_.start(sender_ends_, receiver_ends_, nics_.num_hosts);
+        while (num_chosen_ < std::min(senders_.size(), receivers_.size()) && order_.next(is_served))
+            if (const size_t j = order_.receiver(); !is_served(j))
+                if (const int i = first_that_fits(j); i != NONE)
+                    add(i);
+        order_.restart(), sorted_.clear();
         for (int pass = 0; pass < PASSES; ++pass) {
             bool is_better = false;
-            for (int i = 0; i < count; ++i)
-                is_better |= exchange(i);
+            int num_failures = 0;
+            for (size_t k = 0; num_failures < MAX_FAILURES && (k < sorted_.size() || sort_more()); ++k)
+                if (choices_[sorted_[k]].is_chosen)
+                    continue;
+                else if (exchange(sorted_[k]))
+                    is_better = true, num_failures = 0;
+                else
+                    ++num_failures;
             if (!is_better)
                 break;
         }
+    }
+
+    // The choice of the first sender, among the senders of the current weight, whose send to a receiver fits, or NONE.
+    int first_that_fits(size_t j) {
+        const int64_t pod = receiver_ends_[j].pod;
+        const bool is_closed = is_full(down_[pod].number);
+        size_t first = senders_.size();
+        order_.each_class([&](const Bits &hosts, bool crosses) {
+            if (crosses && is_closed)
+                return;
+            each_sender(j, hosts, idle_, [&](size_t i) {
+                const int64_t from = sender_ends_[i].pod;
+                if (i < first && !(crosses && (from == pod || is_full(up_[from].number))))
+                    if (const int choice = find(i, j); choice != NONE && fits(choice))
+                        first = i;
+            });
+        });
+        return first < senders_.size() ? find(first, j) : NONE;
+    }
+
+    // Adds the next choices to sorted_; false if there are none.
+    bool sort_more() {
+        const size_t before = sorted_.size();
+        while (sorted_.size() == before && order_.next([](size_t) { return false; })) {
+            const size_t j = order_.receiver();
+            Row &row = others_;
+            row.clear();
+            order_.each_class([&](const Bits &hosts, bool crosses) {
+                each_sender(j, hosts, hosts, [&](size_t i) {
+                    if (!crosses || sender_ends_[i].pod != receiver_ends_[j].pod)
+                        if (const int choice = find(i, j); choice != NONE)
+                            row.push_back(choice);
+                });
+            });
+            sort(row);
+            sorted_.insert(sorted_.end(), row.begin(), row.end());
+        }
+        return sorted_.size() > before;
+    }
+
+    // The chosen sends, sorted.
+    const Row &chosen() {
+        chosen_.clear();
+        for (const int64_t s : senders_)
+            if (const int i = chosen_at(out_[s].number); i != NONE)
+                chosen_.push_back(i);
+        sort(chosen_);
+        return chosen_;
     }
 
     // An upper bound of the gain of exchange(i), infinite where an uplink is in the way. Each choice that it adds
@@ -221,13 +354,14 @@ class PodChunkScheduler final : public ChunkScheduler {
             gain -= choices_[to].weight, from_left = heaviest_[choices_[to].first()];
         if (from >= 0)
             gain -= choices_[from].weight, to_left = heaviest_[choices_[from].last()];
-        const bool can_send = from_.size() > num_chosen_ + (from < 0), can_receive = to_.size() > num_chosen_ + (to < 0);
+        const bool can_send = senders_.size() > num_chosen_ + (from < 0);
+        const bool can_receive = receivers_.size() > num_chosen_ + (to < 0);
         if (can_send && can_receive)
             return gain + from_left + to_left;
         return gain + (can_send ? to_left : can_receive ? from_left : std::min(from_left, to_left));
     }
 
-    int chosen_at(int64_t port) const { return by_[port].empty() ? -1 : by_[port].front(); }
+    int chosen_at(int64_t port) const { return by_[port].empty() ? NONE : by_[port].front(); }
 
     static bool passes(const Choice &choice, int64_t number) {
         return std::find(choice.passes, choice.passes + choice.num_passed, number) != choice.passes + choice.num_passed;
@@ -295,10 +429,11 @@ class PodChunkScheduler final : public ChunkScheduler {
         bool started = false;
         for (const int64_t r : receivers) {
             const int64_t q = nics_.pod[nics_.host[r]];
-            if (static_cast<double>(chunk_state_.to_enter(q)) / CHUNK_UNITS / down_[q].rate + 1 > to_get_[r])
+            if (static_cast<double>(chunk_state_.to_enter(q)) / CHUNK_UNITS / down_[q].rate + 1 > to_get_[r] ||
+                into_[r].free < min_rate_ || down_[q].free < min_rate_)
                 continue;
             for (const int64_t s : senders)
-                if (nics_.pod[nics_.host[s]] != q && rate(s, r) > 0 && start(s, r, true)) {
+                if (out_[s].free >= min_rate_ && nics_.pod[nics_.host[s]] != q && rate(s, r) > 0 && start(s, r, true)) {
                     started = true;
                     break;
                 }

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -143,6 +144,20 @@ def test_native_and_reference_schedules_are_equal(case, nics, in_pods, rates, in
     problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
     workload = replace(make_workload(problem)[0], near_first=near_first, keeps_partners=partners)
     nics = nics_of(problem)
+    native, reference = make_schedule(nics, workload), schedule_python(nics, workload)
+    for name in native.__dataclass_fields__:
+        assert (getattr(native, name) == getattr(reference, name)).all(), name
+
+
+@pytest.mark.nightly
+def test_native_and_reference_schedules_of_many_hosts_in_pods_are_equal():
+    rng = random.Random(1)
+    src, dst = Layout(Mesh.of((32, 2)), "S1 R R"), Layout(Mesh.of((64, 2), first_rank=64), "R S01 R")
+    hosts = tuple(Host((Link.of(rng.choice((5, 10, 40)) * 1.25e8),), host // 16) for host in range(96))
+    pods = tuple(Link.of(rate) for rate in (1e10, 7e9, 7.5e9, 1.25e10, 9e9, 1.3e10))
+    topology = Topology(tuple(rank // 2 for rank in range(192)), hosts, pods=pods)
+    problem = PlanProblem.of([TensorSpec((1024, 1024, 32), "float32", src, dst)], topology)
+    workload, nics = make_workload(problem)[0], nics_of(problem)
     native, reference = make_schedule(nics, workload), schedule_python(nics, workload)
     for name in native.__dataclass_fields__:
         assert (getattr(native, name) == getattr(reference, name)).all(), name

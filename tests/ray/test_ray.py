@@ -308,7 +308,9 @@ def test_dead_actor_is_named(drive):
 
 def _run(blocks):
     for block in blocks:
-        exec(compile(block, "docs/ray.md", "exec"), {"__name__": "__main__"})  # Ray then sends its classes to the actors
+        exec(
+            compile(block, "docs/ray.md", "exec"), {"__name__": "__main__"}
+        )  # Ray then sends its classes to the actors
 
 
 def test_code_of_the_ray_page_runs(drive):

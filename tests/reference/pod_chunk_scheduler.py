@@ -8,6 +8,7 @@ from reshard.planner.multicast.chunk_workload import CHUNK_UNITS
 from tests.reference.chunk_scheduler import ChunkScheduler
 
 _PASSES = 8
+_MAX_FAILURES = 1024
 _GAIN = 1e-9
 
 
@@ -115,15 +116,22 @@ class PodChunkScheduler(ChunkScheduler):
             for number in choice.passes[0], choice.passes[-1]:
                 by_port.setdefault(number, []).append(choice)
         for _ in range(_PASSES):
-            exchanged = [self.exchange(choice, chosen, by_port) for choice in choices]
-            if not any(exchanged):
+            is_better, failures = False, 0
+            for choice in choices:
+                if chosen.has(choice):
+                    continue
+                if self.exchange(choice, chosen, by_port):
+                    is_better, failures = True, 0
+                else:
+                    failures += 1
+                if failures == _MAX_FAILURES:
+                    break
+            if not is_better:
                 break
         return chosen
 
     def exchange(self, choice: _Choice, chosen: _Chosen, by_port: dict[int, list[_Choice]]) -> bool:
         """Replace the conflicts of a transfer by it and by others that then fit, if that gains weight."""
-        if chosen.has(choice):
-            return False
         removed = chosen.conflicts(choice)
         gain = choice.weight - sum(other.weight for other in removed)
         for other in removed:
