@@ -39,14 +39,14 @@ class Outcome:
         error: what failed; None: all data has left.
         digests: digests of the trainer's weights, by engine.
         totals: digests of whole tensors, by name.
-        times: seconds by what they measure, see :class:`reshard.weights.publisher.PublishReport`.
+        figures: of the send, by field of :class:`reshard.weights.publisher.PublishReport`.
         values: numbers and strings of the trainer's state.
     """
 
     error: ReshardError | None = None
     digests: Mapping[str, RegionDigests] = field(default_factory=dict)
     totals: Mapping[str, int] = field(default_factory=dict)
-    times: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Value] = field(default_factory=dict)
 
 
@@ -82,7 +82,7 @@ class _Job:
     engines: list[str] = field(default_factory=list)
     base: int | None = None
     failed: dict[str, str] = field(default_factory=dict)
-    times: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict)
     begun: float = 0.0
     decoding: dict[str, float] = field(default_factory=dict)
 
@@ -172,7 +172,7 @@ class Dispatcher:
             job.failed |= dict.fromkeys(job.engines, str(outcome.error))
             self._end_attempt(job)
             return
-        job.times = outcome.times
+        job.figures = outcome.figures
         self._team.roster.set_latest(Latest(job.version, self._team.id, dict(outcome.totals), outcome.values))
         message = {"kind": "verify", "version": job.version, "reply": self._address, "values": outcome.values}
         for engine in job.engines:
@@ -325,7 +325,7 @@ class Dispatcher:
     def _finish(self, job: _Job, error: ReshardError | None = None) -> None:
         self._job = None
         if job.is_published:
-            report = {"version": job.version, "engines": job.results, **job.times}
+            report = {"version": job.version, "engines": job.results, **job.figures}
             failed = None if error is None else describe_error(error)
             self._team.order_all({"kind": "done", "version": job.version, "failed": failed, "report": report})
         self._serve_asked()

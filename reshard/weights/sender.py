@@ -162,7 +162,7 @@ class Sender:
 
     def _send(self, message: MailboxMessage) -> None:
         """Send the snapshot to the engines of a message; every rank of the trainer does so at the same time."""
-        times: dict[str, Any] = {}
+        figures: dict[str, Any] = {}
         values: dict[str, Value] = {}
         self._sent = None
         seconds = self._options.timeout_seconds + AGREE_SECONDS  # others may still be sending
@@ -180,7 +180,7 @@ class Sender:
                 handle = self._start(route, message)
                 digests = self._digest_snapshot()
                 sent = handle.wait(self._options.timeout_seconds)
-            times.update(seconds=time.monotonic() - begun, **route.predict())
+            figures.update(seconds=time.monotonic() - begun, **route.predict())
             return {"digests": digests, **vars(sent)}
 
         try:
@@ -190,9 +190,9 @@ class Sender:
             self.close()
             outcome = Outcome(error=error)
         else:
-            outcome = Outcome(times=times, values=values)
+            outcome = Outcome(figures=figures, values=values)
             if self._compression is not None:
-                times |= self._note_transfer(message, reports, times["nbytes"], times["bound_seconds"])
+                figures |= self._note_transfer(message, reports, figures["nbytes"], figures["bound_seconds"])
             if self._dispatcher is not None:
                 digests = {
                     engine: add_all([report["digests"][engine] for report in reports.values()])
@@ -201,7 +201,7 @@ class Sender:
                 totals: dict[str, int] = {}  # an engine that trims a tensor has none of it
                 for engine, checker in self._checkers.items():
                     totals |= checker.add_tensors(digests[engine])
-                outcome = Outcome(digests=digests, totals=totals, times=times, values=values)
+                outcome = Outcome(digests=digests, totals=totals, figures=figures, values=values)
         if self._dispatcher is not None:
             self._dispatcher.end_sending(message, outcome)
 
