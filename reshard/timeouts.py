@@ -12,6 +12,8 @@ from reshard.formatting import brief
 from reshard.threads import start_thread
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
+#: How long ranks of other jobs may take to connect.
+DEFAULT_JOIN_SECONDS = 30.0
 
 
 def check_timeout(timeout_seconds: Any) -> float:

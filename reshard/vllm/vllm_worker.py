@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from reshard.coordination import find_group
 from reshard.errors import ArgumentError, RemoteError, ReshardError
-from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
+from reshard.timeouts import DEFAULT_JOIN_SECONDS, DEFAULT_TIMEOUT_SECONDS
 from reshard.weights.membership.team import AGREE_SECONDS, run_collectively
 from reshard.weights.subscriber import Subscriber
 
@@ -39,7 +39,7 @@ class InitInfo(WeightTransferInitInfo):
     port: int
     name: str = "default"
     memory_bytes: int = 1 << 30
-    join_seconds: float = 30.0
+    join_seconds: float = DEFAULT_JOIN_SECONDS
     transfer_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
 

@@ -16,7 +16,7 @@ from reshard.coordination import describe_error, publish_exceptions, rebuild_err
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.formatting import count_of, format_bytes, format_seconds
-from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.timeouts import DEFAULT_JOIN_SECONDS, DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 from reshard.weights.membership.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
 from reshard.weights.model.holdings import ShardRegions, StateReader
@@ -140,7 +140,8 @@ class Publisher:
             may be raw. ``"bf16-lossless"`` of :class:`reshard.Mover` is one of these formats. The snapshots are then in
             host memory.
         quantize: which tensors are published in float8 instead, with the scales of their blocks.
-        join_seconds: how long an engine may take to connect. Later ones fetch the version from other engines.
+        join_seconds: how long an engine may take to connect, and to answer when a version is published. Later ones
+            fetch the version from other engines.
         timeout_seconds: limit of each transfer.
         topology: hosts and links of all ranks; the trainer's come first. Default: by host names.
 
@@ -160,7 +161,7 @@ class Publisher:
         dtype: Any = None,
         compression: str | None = None,
         quantize: Sequence[Quantize] = (),
-        join_seconds: float = 30.0,
+        join_seconds: float = DEFAULT_JOIN_SECONDS,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         topology: Topology | None = None,
     ) -> None:

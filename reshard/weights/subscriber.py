@@ -11,7 +11,7 @@ from typing import Any
 from reshard.coordination import describe_error, mark_published, publish_exceptions, rebuild_error
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.sharding import MAX_RANK, check_integer
-from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.timeouts import DEFAULT_JOIN_SECONDS, DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 from reshard.weights.install import CopyAsRecorded, CopyIntoModel, Installer, LoadThroughEngine, ReceiveInPlace
 from reshard.weights.mapping.rules import Rule, check_rules
@@ -74,7 +74,7 @@ class Subscriber:
         memory_bytes: int = 1 << 30,
         rules: Sequence[Rule] | RecordedLoader | None = None,
         load_weights: LoadWeights | None = None,
-        join_seconds: float = 30.0,
+        join_seconds: float = DEFAULT_JOIN_SECONDS,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         topology: Topology | None = None,
         first_rank: int | None = None,
