@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -304,20 +303,6 @@ def test_dead_actor_is_named(drive):
     assert re.match(r"RemoteError: rank 1 of 'right', right\[1\] at 10\.77\.\d\.1, died: ", first), first
     assert "right[1]" in second
     assert took < 15
-
-
-def _run(blocks):
-    for block in blocks:
-        exec(
-            compile(block, "docs/ray.md", "exec"), {"__name__": "__main__"}
-        )  # Ray then sends its classes to the actors
-
-
-def test_code_of_the_ray_page_runs(drive):
-    page = Path(__file__).parents[2] / "docs" / "ray.md"
-    blocks = re.findall(r"```python ray\n(.*?)```", page.read_text(), flags=re.DOTALL)
-    assert len(blocks) == 2
-    drive(_run, blocks)
 
 
 def _recover():
