@@ -290,8 +290,10 @@ def _odd_clocks(rank, _, store):
                     report = side.publish(version).wait(100)
                     assert sum(report.formats.values()) == nbytes, report
                     found.append((report.base, sorted(report.formats.items())))
+                    wait_for_key(raw, f"updated{version}")
                 else:
                     found.append(side.update(100) == version and _holds(model, version, cut))
+                    raw.set(f"updated{version}", "")
             return found, (side._sender._learned.factors if rank == 0 else {})
 
 
