@@ -49,7 +49,7 @@ CANDIDATES: dict[str, Strategy] = {
 
 @dataclass(frozen=True, slots=True)
 class _CandidateRule:
-    """Arguments and limits for a candidate that ``auto`` does not plan by a plain call of its function.
+    """How ``auto`` plans a candidate: its strategy, and its limits.
 
     Attributes:
         strategy: name of the strategy of the plan.
@@ -104,7 +104,7 @@ _MAX_MESSAGES = 10_000_000
 _VARIANT_CUTOFF = 1.25
 #: The simulation of multicast ends at this many times the best time. The factor is above ``_VARIANT_CUTOFF``, because
 #: the best time can grow: by up to ``_MARGIN`` each time a plan with fewer messages replaces the best plan.
-_KNOWN_UP_TO = 1.4
+_MULTICAST_CUTOFF = 1.4
 #: Cutoffs of the first two plans, which are simulated in turns:
 #:
 #: 1. The plan with the smaller lower bound comes first. Its simulation ends at ``_FIRST_CUTOFF`` times the lower bound
@@ -342,7 +342,7 @@ class _Choice:
         if self.best is not None and bound > self.seconds * (1 + margin):
             return
         cutoff = self.seconds * (1 + margin)
-        seconds = self.makespan(transfers, max(cutoff, self.seconds * _KNOWN_UP_TO) if name == "multicast" else cutoff)
+        seconds = self.makespan(transfers, max(cutoff, self.seconds * _MULTICAST_CUTOFF) if name == "multicast" else cutoff)
         if name == "multicast":
             self.chunked_seconds = seconds
         if self.best is None or seconds <= self.seconds * (1 + margin):
@@ -366,8 +366,8 @@ class _Choice:
             if seconds < math.inf:
                 break
             look *= _CUTOFF_GROWTH**2
-        known = _KNOWN_UP_TO if first[0] == "multicast" else 1 + 2 * _MARGIN
-        return (first, second) if self.makespan(first[2], seconds * known) < math.inf else (second, first)
+        cutoff = _MULTICAST_CUTOFF if first[0] == "multicast" else 1 + 2 * _MARGIN
+        return (first, second) if self.makespan(first[2], seconds * cutoff) < math.inf else (second, first)
 
     def makespan(self, planned: PlanTransfers, cutoff: float) -> float:
         """The predicted time of a plan, infinite if it is above the cutoff; equal plans are simulated once."""

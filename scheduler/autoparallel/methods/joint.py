@@ -53,7 +53,7 @@ class _Entry:
 
 
 @dataclass(eq=False)
-class _Count:
+class _BottleneckSearch:
     """The search for one number of microbatches.
 
     Attributes:
@@ -127,19 +127,19 @@ def best_plans(problem: SearchProblem, below_seconds: float = math.inf) -> Itera
     A longer bottleneck time allows all plans of a shorter one, so the sum of round trip and excess at a searched time
     is a bound for all shorter ones. Times are searched in the order of their bounds, so most are never searched.
     """
-    counts: dict[int, _Count] = {}
+    counts: dict[int, _BottleneckSearch] = {}
     heap: list[_Entry] = []
     for count in problem.microbatch_counts:
         tables = make_tables(problem, count)
         if tables is not None and (trip := tables.min_trip()) < math.inf:
-            counts[count] = _Count(tables, bottleneck_times(tables))
+            counts[count] = _BottleneckSearch(tables, bottleneck_times(tables))
             first = _NO_LIMIT if count == 1 else 0  # a limit does not make the step of one microbatch shorter
             heap.append(counts[count].entry(first, _NO_LIMIT, trip))
     heapq.heapify(heap)
     found: dict[str, int] = {}  # numbers of microbatches by the text of the plan
     while heap and heap[0].seconds < below_seconds:
         entry = heapq.heappop(heap)
-        own = counts[entry.count]
+        search = counts[entry.count]
         if sum(count == entry.count for count in found.values()) >= PER_COUNT:
             continue
         if entry.is_exact:
@@ -150,9 +150,9 @@ def best_plans(problem: SearchProblem, below_seconds: float = math.inf) -> Itera
                 yield candidate
             continue
         if entry.first == _NO_LIMIT and not entry.stages:
-            more = own.search_one(_NO_LIMIT)
+            more = search.search_one(_NO_LIMIT)
         else:
-            more = own.price(entry) if entry.stages else own.divide(entry)
+            more = search.price(entry) if entry.stages else search.divide(entry)
         for item in more:
             heapq.heappush(heap, item)
 
