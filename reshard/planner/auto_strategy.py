@@ -342,7 +342,9 @@ class _Choice:
         if self.best is not None and bound > self.seconds * (1 + margin):
             return
         cutoff = self.seconds * (1 + margin)
-        seconds = self.makespan(transfers, max(cutoff, self.seconds * _MULTICAST_CUTOFF) if name == "multicast" else cutoff)
+        seconds = self.makespan(
+            transfers, max(cutoff, self.seconds * _MULTICAST_CUTOFF) if name == "multicast" else cutoff
+        )
         if name == "multicast":
             self.chunked_seconds = seconds
         if self.best is None or seconds <= self.seconds * (1 + margin):

@@ -13,8 +13,9 @@ import torch
 
 from reshard.cli.progress_bars import show_elapsed
 from reshard.compression import parse_policy
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.formatting import count_of
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 
 from ..autoparallel import TrainingPlan
 from ..checkpoint import find_model_shapes
@@ -68,6 +69,7 @@ class TrainingJob:
         trust_pickle: load a checkpoint even if it contains pickled objects.
         training_plan: cuts, placements, microbatches and schedule, in place of ``stages``, ``layers`` and ``schedule``.
         shrink_factor: bytes of an edge per operation of a stage, over those of the whole model.
+        timeout_seconds: how long a rank may wait for another one.
         dump: folder for tensors of some steps; None: save none.
         report: folder for the losses, a trace and pictures; None: write none.
     """
@@ -95,6 +97,7 @@ class TrainingJob:
     report: str | None = None
     training_plan: TrainingPlan | None = None
     shrink_factor: int = 1
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -135,6 +138,16 @@ class TrainResult:
 
 def train(rank: int, job: TrainingJob, shows: bool = True) -> TrainResult:
     """Train on one rank of an initialized process group; rank 0 shows the progress."""
+    try:
+        return _train(rank, job, shows)
+    except TransferTimeoutError as error:
+        raise TransferTimeoutError(
+            f"{error}; if a stage computes for longer than --timeout, {job.timeout_seconds:g} s, pass a longer one, or "
+            "fewer samples in --batch"
+        ) from error
+
+
+def _train(rank: int, job: TrainingJob, shows: bool) -> TrainResult:
     loader, held_out = make_loaders(job)
     device = torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     torch.manual_seed(job.seed)
@@ -218,7 +231,7 @@ def _describe_start(job: TrainingJob, start: int, engine: PipelineEngine) -> lis
 def _compile_engine(job: TrainingJob, batch: Any, device: torch.device) -> PipelineEngine:
     """The engine of a job, for batches of this shape."""
     check_order(job)
-    options: dict[str, Any] = {"order": job.order}
+    options: dict[str, Any] = {"order": job.order, "timeout_seconds": job.timeout_seconds}
     if job.training_plan is None:
         options |= {"num_microbatches": job.preset.num_microbatches, "schedule": NAMED_BUILDERS[job.schedule]}
     if job.compression is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.cli.progress_bars import show_elapsed
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 
 from ..schedules.named_builders import NAMED_BUILDERS
 from .models.model_presets import PRESETS, GPTConfig, Preset, find_preset
@@ -132,6 +133,13 @@ def _add_devices(add: Callable[..., Any]) -> None:
         default="auto",
         help="ray: actors of a Ray cluster (default: the ranks of torchrun if it runs, else local processes)",
     )
+    add(
+        "--timeout",
+        type=float,
+        default=DEFAULT_TIMEOUT_SECONDS,
+        metavar="SECONDS",
+        help=f"how long a rank may wait for another one, which may compute (default: {DEFAULT_TIMEOUT_SECONDS:g})",
+    )
 
 
 def _add_reports(add: Callable[..., Any]) -> None:
@@ -226,6 +234,8 @@ def check_options(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 0:
             raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must not be negative")
+    if not 0 < options.timeout <= 1e6:
+        raise ArgumentError(f"--timeout is {options.timeout:g}; it must be above 0 and at most a million seconds")
     if options.seed >= 2**63:
         raise ArgumentError(f"--seed is {options.seed}; it must be below 2**63")
     rate = options.learning_rate
@@ -287,6 +297,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Traini
         trust_pickle=options.trust_pickle,
         training_plan=training_plan,
         shrink_factor=factor,
+        timeout_seconds=options.timeout,
         dump=options.dump_tensors,
         report=None if options.report == "none" else options.report or f"{options.preset}.report",
     )

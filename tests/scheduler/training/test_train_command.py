@@ -107,6 +107,7 @@ def test_train_runs_under_torchrun(tmp_path):
         (["gpt4"], "there is no preset 'gpt4'; presets are gpt3-125m"),
         (["gpt3-125m", "--meshes", "two"], "'two' must be dp x tp of a stage, such as \"2x1\""),
         (["gpt3-125m", "--shrink", "0"], "--shrink is 0; it must be positive"),
+        (["gpt3-125m", "--timeout", "0"], "--timeout is 0; it must be above 0 and at most a million seconds"),
         (["gpt3-125m", "--warmup", "-1"], "--warmup is -1; it must not be negative"),
         (["gpt3-125m", "--seed", str(2**63)], f"--seed is {2**63}; it must be below 2**63"),
         (["gpt3-125m", "--learning-rate", "nan"], "--learning-rate is nan; it must be positive and finite"),
@@ -205,3 +206,10 @@ def test_ctrl_c_ends_the_command_with_one_line_and_says_how_to_go_on(tmp_path):
         "--resume continues from the newest checkpoint in gpt3-125m.checkpoint, if there is one\nreshard: interrupted\n"
     )
     assert errors.endswith(last) and "Traceback" not in errors and "frame #" not in errors
+
+
+@pytest.mark.nightly
+def test_a_stage_that_computes_for_too_long_is_an_error_that_names_the_option(capfd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main("train gpt3-125m --shrink 4 --meshes 1x1,1x1 --steps 1 --timeout 0.05 --report none".split()) == 2
+    assert "if a stage computes for longer than --timeout, 0.05 s, pass a longer one" in capfd.readouterr().err
