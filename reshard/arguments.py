@@ -175,7 +175,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _depends_on_type_only(value: Any, hint: Any) -> bool:
-    """Whether all values of the type of this one are right if it is: it has no items, and is no number or name."""
+    """Whether the type alone decides: if this value is right, so is every value of its type."""
     if isinstance(value, int):
         return hint in (int, bool)  # for a float, an integer may be too large
     return not isinstance(value, (float, np.floating, str, Collection, np.ndarray, type)) and not callable(value)

@@ -231,7 +231,7 @@ class Sender:
         is_first = route_and_format not in self._seen
         self._choice.add_transfer(nbytes, seconds, plain, is_first)
         is_raw = all(name == "raw" for report in reports.values() for name in report["formats"])
-        if not is_first and is_raw == (not message["encoded"]):  # no comparison of formats has ended in raw
+        if not is_first and is_raw == (not message["encoded"]):  # unless each region was to be encoded and chose raw
             predicted, measured = (
                 _sum_by_format(
                     {name: both[side] for name, both in report["encoding"].items()} for report in reports.values()

@@ -429,7 +429,8 @@ class StageRun:
             return StageOutput(loss=output)
         if not isinstance(output, torch.Tensor) or len(names) != 1:
             raise ArgumentError(
-                f"stage {self.stage} must return a StageOutput with the tensors {names}, not {type(output).__name__}"
+                f"stage {self.stage} must return a StageOutput or a dict with the tensors {names}, not "
+                f"{type(output).__name__}"
             )
         return StageOutput({names[0]: output})
 

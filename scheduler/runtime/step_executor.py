@@ -141,7 +141,7 @@ class EngineState:
 
     Attributes:
         rank, pp_rank: this rank, and its pp rank in each schedule.
-        stages: ``{stage: its module}`` of this rank.
+        stages: the stages of this rank, by number.
         replicas: one for each of these stages under DDP.
         ties: parameters that several stages share.
         num_loss_shards: number of replicas that see different data, for all stages or ``{stage: number}``.

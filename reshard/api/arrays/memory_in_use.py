@@ -36,7 +36,7 @@ class HandleInUse(Protocol):
 
 
 _uses: list[_Use] = []
-_lock = threading.RLock()  # an exception in a signal handler may leave it to its thread
+_lock = threading.RLock()  # a thread may take it again after a signal handler has raised while it held the lock
 call_in_child(_uses.clear)
 call_in_child(_lock._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may have held it during fork
 

@@ -19,8 +19,8 @@ class AgreedPlan:
         program: this rank's part of the plan.
         runner: executor of the program in rounds on a GPU; None on the CPU.
         call_group: the ranks of the plan.
-        round_number: number of the agreement's round, which tags the messages of transfers.
-        decision: its result.
+        round_number: number of the round that agreed on the arguments. It tags the messages of transfers.
+        decision: the decision of that round.
         lost: ranks that were lost in the agreement on the plan.
     """
 

@@ -127,7 +127,7 @@ def open_plan(
         check_listed(plan, used, verify)
         ensure_checked(plan)
         arguments = [*plan_arguments(plan), *((name, str(value)) for name, value in options.items())]
-        arguments.append(("the version of reshard", __version__))  # rounds of the same plan may differ
+        arguments.append(("the version of reshard", __version__))  # others may cut the same plan into other rounds
         program = build_program(plan, group.rank)
         runner = make_runner(plan, program, used)
     except Exception as raised:  # the plan is wrong, or this rank cannot execute it

@@ -22,8 +22,9 @@ BEAT_SECONDS = 1.0
 HEARTBEAT_TIMEOUT_SECONDS = 30.0
 #: A rank is lost if its last heartbeat is older than this. Writing and reading a heartbeat may add an interval each.
 MAX_HEARTBEAT_AGE_SECONDS = HEARTBEAT_TIMEOUT_SECONDS + 2 * BEAT_SECONDS
-#: If heartbeats were not read for this long, because this process or the store paused, silence is counted anew.
-GAP_SECONDS = 5.0
+#: If heartbeats were not read for this long, because this process or the store paused, silence is counted anew. A rank
+#: reads them when it sends its own.
+GAP_SECONDS = 5 * BEAT_SECONDS
 
 #: Key of :attr:`RankStatus.out_of_sync` that applies to every set of ranks of the group.
 ANY_RANKS = "*"

@@ -2,7 +2,7 @@
 
 Each rank of a trainer or of an engine has a mailbox: numbered keys in the store. A sender appends a message by writing
 the first free number. So no message is lost, and no message waits for another. The owner reads messages in order, and
-marks them as read, a few at a time.
+marks them as read, a few at a time. docs/decisions/0027-versions-by-messages-in-the-store.md lists all messages.
 """
 
 from __future__ import annotations
