@@ -49,7 +49,8 @@ class Format:
             the number of bytes written. Arguments are flat uint8, and the last one is the number of bytes of a word.
         decode: function that turns the base into the words that were encoded, in place. It returns False if the bytes
             do not encode so many words. Arguments are the bytes after the header, the base, and the bytes of a word.
-        header: the first byte of pieces that ``decode`` reads, before the bytes that it gets. ``encode`` may write another format where that is smaller.
+        header: the first byte of pieces that ``decode`` reads, before the bytes that it gets. ``encode`` may write
+            another format where that is smaller.
         predict_ratio: function that predicts the encoded bytes per plain byte, from the bytes of a word and a sample.
         is_codec: whether callers may pass the name as ``compression=``.
         has_base: whether the receiver needs the base.

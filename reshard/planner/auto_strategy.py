@@ -49,7 +49,7 @@ CANDIDATES: dict[str, Strategy] = {
 
 @dataclass(frozen=True, slots=True)
 class _CandidateRule:
-    """How ``auto`` plans a candidate: its strategy, and its limits.
+    """Arguments and limits with which ``auto`` plans a candidate.
 
     Attributes:
         strategy: name of the strategy of the plan.

@@ -88,8 +88,8 @@ class ScheduleEngine:
         schedule: schedule to run.
         pipeline: its pipeline, with a mesh for every stage and tensors for every edge.
         modules: ``{stage: module}`` for the stages of this rank. A module takes local shards as keyword arguments: the
-            tensors of incoming edges and those in ``feed``. It returns a :class:`StageOutput`, ``{name: tensor}`` for its
-            outgoing edges, or one tensor.
+            tensors of incoming edges and those in ``feed``. It returns a :class:`StageOutput`, ``{name: tensor}``
+            for its outgoing edges, or one tensor.
         group: process group whose ranks the meshes name; default: the world.
         topology, strategy: used to plan transfers; default: hosts are found by host name, and the default strategy.
         last_pipeline: the pipeline with the tensor shapes of a smaller last microbatch. Its loss then has less weight.

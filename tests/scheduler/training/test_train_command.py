@@ -211,5 +211,6 @@ def test_ctrl_c_ends_the_command_with_one_line_and_says_how_to_go_on(tmp_path):
 @pytest.mark.nightly
 def test_a_stage_that_computes_for_too_long_is_an_error_that_names_the_option(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main("train gpt3-125m --shrink 4 --meshes 1x1,1x1 --steps 1 --timeout 0.05 --report none".split()) == 2
+    options = ["--shrink", "4", "--meshes", "1x1,1x1", "--steps", "1", "--report", "none"]
+    assert main(["train", "gpt3-125m", *options, "--timeout", "0.05"]) == 2
     assert "if a stage computes for longer than --timeout, 0.05 s, pass a longer one" in capfd.readouterr().err
