@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 from reshard.api.arguments.inputs import find_members, leave_call_of_arguments, read_inputs
 from reshard.api.arguments.options import TransferOptions, is_fault_tolerant, read_options, shows_options
-from reshard.api.arrays.memory_in_use import note_wait
+from reshard.api.arrays.memory_in_use import reserve_until_waited
 from reshard.api.lossless.lossless_call import PreparedBuckets, prepare_buckets, sends_buckets, start_lossless
 from reshard.api.preparation.agreement import agree
 from reshard.api.preparation.prepare import Prepared, prepare
@@ -158,7 +158,7 @@ def reshard_async(
             agreement = agree(inputs, purpose)
             prepared = prepare_buckets(agreement) if sends_buckets(agreement) else prepare(agreement)
         handle = _start(prepared)
-        note_wait(handle, (), [item.device_out for item in agreement.inputs.items])
+        reserve_until_waited(handle, (), [item.device_out for item in agreement.inputs.items])
         return handle
 
 

@@ -12,7 +12,7 @@ import torch
 from reshard.api.arguments.transfer_arrays import ArrayReader, MoverArrays, shard_shapes
 from reshard.api.arrays.casts import finish_received, unfinished, wire_source, wire_target
 from reshard.api.arrays.dtensors import is_dtensor
-from reshard.api.arrays.memory_in_use import check_unused, note_wait
+from reshard.api.arrays.memory_in_use import check_unused, reserve_until_waited
 from reshard.api.arrays.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
 from reshard.api.lossless.lossless_mover import LosslessTransfers
 from reshard.api.transfers.handle import Handle, PostedTransfer
@@ -235,7 +235,7 @@ class Mover:
             return self._results(tensor, arrays)
 
         handle = self._transfers.start(sent, received, finish)
-        note_wait(handle, (), arrays.results if self._is_copied else unfinished(received, arrays.targets))
+        reserve_until_waited(handle, (), arrays.results if self._is_copied else unfinished(received, arrays.targets))
         return handle
 
     def _start_lossless(self, lossless: LosslessTransfers, tensor: Any, out: Any, base: Any) -> Handle:
@@ -245,7 +245,7 @@ class Mover:
         except Exception as error:  # the other ranks receive it in the agreement on the buckets
             return lossless.start(error, lambda: None)
         handle = lossless.start(arrays, lambda: self._results(tensor, arrays))
-        note_wait(handle, (), arrays.results if self._is_copied else ())
+        reserve_until_waited(handle, (), arrays.results if self._is_copied else ())
         return handle
 
     def _read(self, tensor: Any, out: Any, base: Any, owner: object = None) -> MoverArrays:

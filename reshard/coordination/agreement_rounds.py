@@ -451,7 +451,7 @@ class AgreementRounds:
             late_seconds += seconds if now >= deadline else 0.0
             begun_at = time.monotonic()
             pump(seconds)
-            self.group.note_wait(seconds, begun_at)
+            self.group.detect_pause(seconds, begun_at)
 
     def _publish_waiting(self, waiting: dict[str, Any] | None) -> None:
         if self.group.status.waiting != waiting:

@@ -78,7 +78,7 @@ def compile_actions(
     schedule: Schedule,
     pipelines: Sequence[Pipeline],
     transfers: Sequence[StageTransfers],
-    used: Sequence[int],
+    pipeline_of: Sequence[int],
     rank: int,
     pp_rank: int,
     stages: Mapping[int, StageRun],
@@ -86,7 +86,7 @@ def compile_actions(
     """The actions of a pp rank, in order.
 
     Args:
-        pipelines, transfers, used: see :class:`reshard.scheduler.runtime.step_executor.StepProgram`.
+        pipelines, transfers, pipeline_of: see :class:`reshard.scheduler.runtime.step_executor.StepProgram`.
         rank, pp_rank: this rank, and its pp rank.
         stages: its stages.
     """
@@ -116,7 +116,7 @@ def compile_actions(
 
     def compile_action(action: Action) -> Transfer | Computation:
         stage, microbatch = action.stage, action.microbatch
-        movers = transfers[used[microbatch]]
+        movers = transfers[pipeline_of[microbatch]]
         if action.kind.is_transfer:
             channel = action.channel
             return Transfer(action, action.kind.is_send, channel, slot_of(channel, microbatch), movers)
@@ -133,7 +133,7 @@ def compile_actions(
             stages[stage],
             inputs,
             outputs,
-            sent[used[microbatch], stage],
+            sent[pipeline_of[microbatch], stage],
             movers,
             (stage, microbatch) in split,
             last.get(stage) == microbatch,

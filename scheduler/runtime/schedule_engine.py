@@ -66,7 +66,7 @@ from .observe import gather_timeline, gather_values, name_action
 from .p2p import StageTransfers, plan_channels
 from .ready_order import OrderMode
 from .stage import StageRun
-from .step_executor import EngineState, Iteration, RankStepResult, StepInputs, StepProgram
+from .step_executor import EngineState, RankStep, RankStepResult, StepInputs, StepProgram
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class ScheduleEngine:
         self._error: BaseException | None = None  # of the step that failed
         self._closed, self._stepping = False, threading.Lock()
         self._stages: dict[int, StageRun] = {}
-        self._iteration: Iteration | None = None
+        self._rank_step: RankStep | None = None
         try:
             options.check_pipelines(schedule, pipeline)
             ranks = find_pipeline_ranks(pipeline)
@@ -158,8 +158,8 @@ class ScheduleEngine:
         pipelines = tuple(item for item in (pipeline, last_pipeline) if item is not None)
         if policy.dimensions:
             pipelines = self._code(modules, pipelines)
-        used = (*(0,) * (schedule.num_microbatches - 1), len(pipelines) - 1)
-        self._program = self.make_program(schedule, pipelines, used)
+        pipeline_of = (*(0,) * (schedule.num_microbatches - 1), len(pipelines) - 1)
+        self._program = self.make_program(schedule, pipelines, pipeline_of)
         for stage, run in self._stages.items():
             warn_if_replicas_diverge(pipeline, stage, run.module)
         replicas = self._make_replicas(modules)
@@ -215,13 +215,15 @@ class ScheduleEngine:
         check_frozen({item: digests for item, (_, digests) in gathered})
         return replicas
 
-    def make_program(self, schedule: Schedule, pipelines: Sequence[Pipeline], used: Sequence[int]) -> StepProgram:
+    def make_program(
+        self, schedule: Schedule, pipelines: Sequence[Pipeline], pipeline_of: Sequence[int]
+    ) -> StepProgram:
         """Make the program of ``schedule`` for the tensor shapes of ``pipelines``. All ranks pass the same arguments.
 
         Args:
             schedule: a checked schedule with the pp ranks of this engine.
             pipelines: pipelines that differ from that of this engine in tensor shapes and costs only.
-            used: for each microbatch, the index of its pipeline.
+            pipeline_of: for each microbatch, the index of its pipeline.
         """
         check_runnable(schedule, self.pp_rank, self._stages, self._device)
         transfers = []
@@ -235,7 +237,9 @@ class ScheduleEngine:
             transfers.append(
                 StageTransfers(channels, self._group, self._timeout_seconds, device=self._device, **options)
             )
-        program = StepProgram.of(schedule, pipelines, transfers, used, self._group.rank, self.pp_rank, self._stages)
+        program = StepProgram.of(
+            schedule, pipelines, transfers, pipeline_of, self._group.rank, self.pp_rank, self._stages
+        )
         return program.in_ready_order() if self._options.order == "ready" else program
 
     @_ending_step
@@ -285,10 +289,10 @@ class ScheduleEngine:
         if not self._stepping.acquire(blocking=False):
             raise ArgumentError("this engine is already in a step, called by another thread or by one of its modules")
         try:
-            self._iteration = None
-            self._iteration = Iteration(self._state, program, inputs() if callable(inputs) else inputs)
+            self._rank_step = None
+            self._rank_step = RankStep(self._state, program, inputs() if callable(inputs) else inputs)
             with publishing_lost_ranks(self._group, self._call_group):
-                return self._iteration.run()
+                return self._rank_step.run()
         except BaseException as error:
             cause = self._find_cause(error)
             self.fail(program, cause)
@@ -309,15 +313,15 @@ class ScheduleEngine:
 
     def _check_reported(self) -> None:
         """Raise the error that another rank reported, or one that names a lost rank; without these, do nothing."""
-        if self._iteration is not None:
-            self._iteration.check_errors()
+        if self._rank_step is not None:
+            self._rank_step.check_errors()
         self._call_group.check_reported(self._call_group.generation)
 
     def fail(self, program: StepProgram, error: BaseException) -> None:
         """End a step on all ranks with the error of this rank. The engine cannot be used again."""
         self._error = error
         mark_published(error)
-        doing = None if self._iteration is None else self._iteration.doing
+        doing = None if self._rank_step is None else self._rank_step.doing
         error = name_action(error, doing, self.schedule.name, self._group.rank)
         logger.debug("rank %d ends the step: %s", self._group.rank, error)
         for stage in self._stages.values():
@@ -385,9 +389,9 @@ class ScheduleEngine:
             ArgumentError: there was no step yet.
             TransferTimeoutError: another rank does not call.
         """
-        if self._iteration is None:
+        if self._rank_step is None:
             raise ArgumentError("there is no timeline before the first step")
-        return gather_timeline(self._iteration.measured, self._call_group, self._timeout_seconds)
+        return gather_timeline(self._rank_step.measured, self._call_group, self._timeout_seconds)
 
     def close(self) -> None:
         """Stop the threads that move tensors."""

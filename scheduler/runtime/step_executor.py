@@ -91,7 +91,7 @@ class StepProgram:
         schedule: the schedule.
         pipelines: pipelines that differ in tensor shapes only.
         transfers: the Movers of each pipeline.
-        used: for each microbatch, the index of its pipeline in ``pipelines``.
+        pipeline_of: for each microbatch, the index of its pipeline in ``pipelines``.
         actions: actions of this rank.
         forwards: actions of a step without training.
         sum_places: ``{stage: index of an action}``. The all-reduce of the stage's gradients over its replicas starts
@@ -103,7 +103,7 @@ class StepProgram:
     schedule: Schedule
     pipelines: tuple[Pipeline, ...]
     transfers: tuple[StageTransfers, ...]
-    used: tuple[int, ...]
+    pipeline_of: tuple[int, ...]
     actions: RankActions
     forwards: RankActions
     sum_places: Mapping[int, int]
@@ -115,14 +115,14 @@ class StepProgram:
         schedule: Schedule,
         pipelines: Sequence[Pipeline],
         transfers: Sequence[StageTransfers],
-        used: Sequence[int],
+        pipeline_of: Sequence[int],
         rank: int,
         pp_rank: int,
         stages: Mapping[int, StageRun],
     ) -> StepProgram:
         """The program of a rank. ``rank``, ``pp_rank`` and ``stages``: see :class:`EngineState`."""
-        actions = compile_actions(schedule, pipelines, transfers, used, rank, pp_rank, stages)
-        parts = tuple(pipelines), tuple(transfers), tuple(used)
+        actions = compile_actions(schedule, pipelines, transfers, pipeline_of, rank, pp_rank, stages)
+        parts = tuple(pipelines), tuple(transfers), tuple(pipeline_of)
         return cls(schedule, *parts, actions, only_forwards(actions), find_sum_places(actions))
 
     def in_ready_order(self) -> StepProgram:
@@ -180,7 +180,7 @@ class StepInputs:
     fillers: Collection[tuple[int, int]] = ()
 
 
-class Iteration:
+class RankStep:
     """One rank's part of a step.
 
     Args:
@@ -337,7 +337,7 @@ class Iteration:
                 transfers.must_warm_up = False
                 for run in self.stages.values():
                     fed = self.inputs.feed[run.stage]
-                    usual = [m for m, used in enumerate(self.program.used) if used == index]
+                    usual = [m for m, number in enumerate(self.program.pipeline_of) if number == index]
                     usual = [m for m in usual if (run.stage, m) not in self.inputs.fillers]
                     if usual:
                         warm_up(run, pipeline, fed[usual[0]], self.state.rank, self.inputs.train)

@@ -173,7 +173,7 @@ def test_unfinished_transfers_are_awaited_at_exit(monkeypatch):
     at_exit, unfinished = Mock(), set()
     monkeypatch.setattr(handle, "call_at_exit", at_exit)
     monkeypatch.setattr(handle, "_unfinished", unfinished)
-    one = handle.StreamWatch(Mock(num_started=0), 0, Mock(), 0.0)
+    one = handle.StreamTransferState(Mock(num_started=0), 0, Mock(), 0.0)
     one.begin_at(Mock())
     assert at_exit.call_args.args == (handle._finish_streams,) and unfinished == {one}
 

@@ -233,7 +233,7 @@ def _drop_result(rank):
         mover._transfers.on_stream.streams.mark_of = Never
         handle = mover.start(source)
         result = handle.wait()
-        assert wanted is None or (not count_unlike(result, wanted) and handle._watch in handles._unfinished)
+        assert wanted is None or (not count_unlike(result, wanted) and handle._state in handles._unfinished)
         reference = weakref.ref(source if result is None else result)
         del source, result, handle
         freed = reference() is None

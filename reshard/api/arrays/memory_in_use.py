@@ -41,7 +41,7 @@ call_in_child(_uses.clear)
 call_in_child(_lock._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may have held it during fork
 
 
-def note_use(owner: object, is_over: Callable[[], bool], src: Sequence[Any], dst: Sequence[Any]) -> None:
+def reserve_until_over(owner: object, is_over: Callable[[], bool], src: Sequence[Any], dst: Sequence[Any]) -> None:
     """Note what a transfer that starts now reads and writes, until it is over.
 
     Args:
@@ -52,7 +52,7 @@ def note_use(owner: object, is_over: Callable[[], bool], src: Sequence[Any], dst
     _add(_Use(owner, is_over, _extents(src), _extents(dst)))
 
 
-def note_wait(handle: HandleInUse, src: Sequence[Any], dst: Sequence[Any]) -> None:
+def reserve_until_waited(handle: HandleInUse, src: Sequence[Any], dst: Sequence[Any]) -> None:
     """Note what ``wait`` of a handle reads and writes, until it has done so or the handle is gone."""
     weak_handle = weakref.ref(handle)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from reshard.api.arguments.options import is_fault_tolerant
 from reshard.api.arguments.transfer_arrays import find_target, wrap_results
-from reshard.api.arrays.memory_in_use import note_wait
+from reshard.api.arrays.memory_in_use import reserve_until_waited
 from reshard.api.lossless.lossless_handle import LosslessHandle
 from reshard.api.lossless.lossless_transfer import CallArrays, EncodingReport, LosslessTransfer
 from reshard.api.preparation.agreed_plan import AgreedPlan
 from reshard.api.preparation.agreement import Agreement
 from reshard.api.preparation.prepare import agree_on_plan
-from reshard.api.transfers.handle import Handle, Watch
+from reshard.api.transfers.handle import Handle, TransferState
 from reshard.api.transfers.recovery import FaultTolerantHandle, Recovery
 from reshard.api.transfers.start import failed_handle, start_part
 from reshard.codecs import has_variable_size
@@ -103,9 +103,9 @@ def start_lossless(prepared: PreparedBuckets) -> Handle:
 
     handle: Handle
     if agreed is None:
-        watch = Watch(call_group, generation)
-        watch.succeed()
-        inner = Handle(watch, _no_result)
+        state = TransferState(call_group, generation)
+        state.succeed()
+        inner = Handle(state, _no_result)
     elif prepared.lost:
         inner = failed_handle(call_group, generation, ranks_missed_error(prepared.lost), _no_result)
     else:  # the buckets have digests of their own
@@ -124,7 +124,7 @@ def start_lossless(prepared: PreparedBuckets) -> Handle:
             return transfer.explain(error)
 
         handle = RecoveredLosslessHandle(inner, recovery, prepared.report, complete_recovered, explain, finish)
-    note_wait(handle, (), targets)
+    reserve_until_waited(handle, (), targets)
     return handle
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from reshard.api.arguments.transfer_arrays import MoverArrays
-from reshard.api.arrays.memory_in_use import note_wait
+from reshard.api.arrays.memory_in_use import reserve_until_waited
 from reshard.api.arrays.tensor_checks import check_base, check_no_aliasing, detach_source
 from reshard.api.lossless.encoding import find_capacities
 from reshard.api.lossless.lossless_handle import LosslessHandle
 from reshard.api.lossless.lossless_transfer import CallArrays, LosslessTransfer
 from reshard.api.preparation.agreed_plan import AgreedPlan
-from reshard.api.transfers.handle import Handle, Watch
+from reshard.api.transfers.handle import Handle, TransferState
 from reshard.api.transfers.opened_plan import OpenTransfers, open_plan
 from reshard.codecs import has_base
 from reshard.errors import ArgumentError, ReshardError
@@ -80,7 +80,7 @@ class LosslessTransfers:
                 raise
 
         handle = LosslessHandle(started, report, complete, finish)
-        note_wait(handle, (), list(targets.values()))
+        reserve_until_waited(handle, (), list(targets.values()))
         return handle
 
     def close(self) -> None:
@@ -104,15 +104,15 @@ class LosslessTransfers:
 
         An error is raised when the ranks confirm the transfer, because ranks without buckets take part only in that.
         """
-        watch = Watch(self._call_group, self._call_group.generation)
-        own = Handle(watch, lambda: None)
+        state = TransferState(self._call_group, self._call_group.generation)
+        own = Handle(state, lambda: None)
         if transfer.is_idle:
-            watch.succeed()
+            state.succeed()
             return own, transfer.arrays()[1]
         try:
             inner = self._find_inner(transfer)
         except ReshardError as error:
-            watch.stop(error)
+            state.stop(error)
             return own, transfer.arrays()[1]
         sent, received = transfer.arrays(self._capacities)
         return inner.start(sent, received, lambda: None), received

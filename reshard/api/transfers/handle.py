@@ -26,7 +26,7 @@ EXIT_SECONDS = 5.0
 SYNCHRONIZE_SECONDS = 0.0002
 
 
-class Watch:
+class TransferState:
     """State of a running transfer, shared by its worker and monitor threads.
 
     The state refers neither to the handle nor to its result. So a handle that the user drops is freed at once, although
@@ -97,8 +97,8 @@ def check_process(pid: int) -> None:
 class Handle:
     """A transfer in progress, which runs in the background whether or not :meth:`wait` is called."""
 
-    def __init__(self, watch: Watch, finish: Callable[[], Any]) -> None:
-        self._watch = watch  # the state that the threads of the transfer share
+    def __init__(self, state: TransferState, finish: Callable[[], Any]) -> None:
+        self._state = state  # the state that the threads of the transfer share
         self._finish = finish  # returns the result
         self._pid = os.getpid()
         self._finishing, self._is_finishing = threading.RLock(), False
@@ -106,9 +106,9 @@ class Handle:
         self._result: Any = None
 
     def __repr__(self) -> str:
-        error = self._watch.error
+        error = self._state.error
         state = "in progress" if not self.done() else "done" if error is None else type(error).__name__
-        return f"Handle(transfer {self._watch.generation} of {describe_ranks(self.members)}: {state})"
+        return f"Handle(transfer {self._state.generation} of {describe_ranks(self.members)}: {state})"
 
     def __reduce__(self) -> Any:
         raise ArgumentError("the handle of a transfer cannot be copied or pickled")
@@ -116,11 +116,11 @@ class Handle:
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that take part."""
-        return self._watch.members
+        return self._state.members
 
     def done(self) -> bool:
         """Whether the transfer has ended, so that :meth:`wait` does not block."""
-        return self._watch.done.is_set()
+        return self._state.done.is_set()
 
     @keep_exceptions_local
     @not_compiled
@@ -140,9 +140,9 @@ class Handle:
             ReshardError: the error that ended the transfer, the same on every rank.
         """
         self._check_process()
-        if not self._watch.done.wait(check_wait_timeout(timeout_seconds)):
+        if not self._state.done.wait(check_wait_timeout(timeout_seconds)):
             raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
-        self._watch.check()
+        self._state.check()
         return self._take_result()
 
     def _check_process(self) -> None:
@@ -171,7 +171,7 @@ class Handle:
 
     def _has_work(self) -> bool:
         """Whether :meth:`wait` still completes the result, for example by casts."""
-        return self._finish is not None and self._interruption is None and self._watch.error is None
+        return self._finish is not None and self._interruption is None and self._state.error is None
 
     def release(self) -> None:
         """Drop the result after :meth:`wait`. Later calls of :meth:`wait` return None."""
@@ -255,14 +255,14 @@ def result_of(handle: Handle | PostedTransfer) -> Any:
     if type(handle) is not Handle:
         return handle.wait()
     handle._check_process()
-    handle._watch.done.wait()
-    handle._watch.check()
+    handle._state.done.wait()
+    handle._state.check()
     return handle._take_result()
 
 
 def progress_of(handle: Handle) -> Tally:
     """The progress of this rank's part of a transfer."""
-    return handle._watch.tally
+    return handle._state.tally
 
 
 def times_of(handle: Handle | PostedTransfer) -> tuple[float | None, float | None]:
@@ -272,7 +272,7 @@ def times_of(handle: Handle | PostedTransfer) -> tuple[float | None, float | Non
     """
     if isinstance(handle, PostedTransfer):
         return handle.begun_at, handle.ended_at
-    return handle._watch.begun_at, handle._watch.ended_at
+    return handle._state.begun_at, handle._state.ended_at
 
 
 class ConfirmedHandle(Handle):
@@ -284,7 +284,7 @@ class ConfirmedHandle(Handle):
     """
 
     def __init__(self, inner: Handle, finish: Callable[[], Any]) -> None:
-        super().__init__(Watch(inner._watch.call_group, inner._watch.generation), finish)
+        super().__init__(TransferState(inner._state.call_group, inner._state.generation), finish)
         self._inner = inner
         self._final_error: ReshardError | None = None
 
@@ -299,27 +299,27 @@ class ConfirmedHandle(Handle):
     def _wait_for_part(self, timeout_seconds: float | None) -> None:
         """Block until this rank's part has ended. Raises as :meth:`Handle.wait`, except for errors of the transfer."""
         self._check_process()
-        if not self._inner._watch.done.wait(check_wait_timeout(timeout_seconds)):
+        if not self._inner._state.done.wait(check_wait_timeout(timeout_seconds)):
             raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
 
     def _confirm(self, confirm: Callable[[ReshardError | None], None]) -> ReshardError | None:
         """Call ``confirm`` with the error of this rank's part. Returns the error that it raises, with the progress."""
         error: ReshardError | None = None
         try:
-            self._inner._watch.check()
+            self._inner._state.check()
         except ReshardError as failed:
             error = failed
         try:
             confirm(error)
         except ReshardError as failed:
-            describe = self._inner._watch.describe
+            describe = self._inner._state.describe
             if describe is not None and not isinstance(failed, RankLostError):
                 failed.add_note(describe())
             return failed
         return None
 
 
-class StreamWatch(Watch):
+class StreamTransferState(TransferState):
     """The state of a transfer on a GPU that the monitor polls until the device has finished the transfer.
 
     It holds no array. The allocator knows which streams still use the memory.
@@ -352,7 +352,7 @@ class StreamWatch(Watch):
         return self.is_ordered or is_capturing() or self.poll()
 
     def succeed(self) -> None:
-        """See :meth:`Watch.succeed`."""
+        """See :meth:`TransferState.succeed`."""
         super().succeed()
         Monitor.of(self._group).forget(self)
 
@@ -413,18 +413,18 @@ class StreamWatch(Watch):
 class StreamHandle(Handle):
     """A transfer on a GPU: :meth:`wait` makes the current stream wait, not the CPU.
 
-    The watch is made and the monitor polls it before any work is enqueued on a stream. After the work is enqueued,
-    :meth:`StreamWatch.begin_at` is called.
+    The state is made and the monitor polls it before any work is enqueued on a stream. After the work is enqueued,
+    :meth:`StreamTransferState.begin_at` is called.
     """
 
-    def __init__(self, watch: StreamWatch, finish: Callable[[], Any], transfers: StreamRunner) -> None:
-        self._watch: StreamWatch
-        super().__init__(watch, finish)
+    def __init__(self, state: StreamTransferState, finish: Callable[[], Any], transfers: StreamRunner) -> None:
+        self._state: StreamTransferState
+        super().__init__(state, finish)
         self._transfers = transfers
 
     def done(self) -> bool:
         """Whether the device has finished the transfer, or the transfer has failed."""
-        return self._watch.poll()
+        return self._state.poll()
 
     @keep_exceptions_local
     @not_compiled
@@ -439,12 +439,12 @@ class StreamHandle(Handle):
             ReshardError: the transfer has already failed. :meth:`synchronize` also raises later errors.
         """
         self._check_process()
-        self._watch.check()
-        if self._watch.mark is None:
+        self._state.check()
+        if self._state.mark is None:
             self._transfers.streams.join()
         else:
-            self._watch.mark.wait()
-        self._watch.is_ordered = True
+            self._state.mark.wait()
+        self._state.is_ordered = True
         return self._take_result()
 
     @keep_exceptions_local
@@ -452,17 +452,17 @@ class StreamHandle(Handle):
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
         """Block until the device has finished the transfer, and return its result. Raises like :meth:`Handle.wait`."""
         self._check_process()
-        self._watch.block(check_wait_timeout(timeout_seconds))
+        self._state.block(check_wait_timeout(timeout_seconds))
         return self.wait()
 
 
 #: Transfers that the device has not finished. The set keeps alive what they use.
-_unfinished: set[StreamWatch] = set()
+_unfinished: set[StreamTransferState] = set()
 call_in_child(_unfinished.clear)
 
 
 def _finish_streams() -> None:
     """At process exit, wait for all unfinished transfers under one deadline: other ranks may need their data."""
     deadline = time.monotonic() + EXIT_SECONDS
-    for watch in list(_unfinished):
-        watch.finish(max(deadline - time.monotonic(), 0.0))
+    for state in list(_unfinished):
+        state.finish(max(deadline - time.monotonic(), 0.0))

@@ -10,13 +10,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from reshard.api.arrays.memory_in_use import note_use
+from reshard.api.arrays.memory_in_use import reserve_until_over
 from reshard.api.preparation.agreed_plan import AgreedPlan
-from reshard.api.transfers.handle import EXIT_SECONDS, Handle, PostedTransfer, Watch, check_process
+from reshard.api.transfers.handle import EXIT_SECONDS, Handle, PostedTransfer, TransferState, check_process
 from reshard.coordination import CallGroup, Monitor
 from reshard.errors import ReshardError, ResourceError, VerificationError
 from reshard.forks import call_at_exit
@@ -66,9 +67,9 @@ class QueuedTransfers:
         self._posted_program: PostedProgram | None = None
         if self.transport is not None and not verify and not is_one_call:
             self._posted_program = make_posted_program(self._plan, self._program)
-        self._queued: Watch | None = None  # the last transfer that the thread posts
+        self._queued: TransferState | None = None  # the last transfer that the thread posts
         self._unqueued: deque[PostedTransfer] = deque()  # posted, and not handed to the thread
-        self._posted = _PostedWatch(self._call_group, self._generation, self._plan, self._program)
+        self._posted = _PostedTransferState(self._call_group, self._generation, self._plan, self._program)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -100,16 +101,16 @@ class QueuedTransfers:
             is_noted: whether later transfers of others are refused the memory of these arrays until the end.
         """
         self._start_thread()
-        watch = Watch(self._call_group, self._generation)
-        handle = Handle(watch, finish)
+        state = TransferState(self._call_group, self._generation)
+        handle = Handle(state, finish)
         if self.transport is not None:
-            Monitor.of(self._group).watch(watch)
+            Monitor.of(self._group).watch(state)
         if is_noted:
-            note_use(self._jobs, watch.done.is_set, src, dst)
+            reserve_until_over(self._jobs, state.done.is_set, src, dst)
         posted = self._post(src, dst)
         if posted is None:
-            self._queued = watch
-        self._jobs.put((self, watch, src, dst, posted))
+            self._queued = state
+        self._jobs.put(_RunJob(self, state, src, dst, posted))
         return handle
 
     def _start_thread(self) -> None:
@@ -185,7 +186,7 @@ class QueuedTransfers:
         if last is not None:
             batch = batch[: batch.index(last) + 1] if last in batch else []
         self._start_thread()
-        self._jobs.put((self, self._posted, batch, wake, None))
+        self._jobs.put(_WaitJob(self, batch, wake))
         for _ in batch:  # last, because an interrupt may come at any line, and the thread may get a transfer twice
             self._unqueued.popleft()
 
@@ -194,13 +195,13 @@ class QueuedTransfers:
         if transfer.ended_at is not None:
             return
         check_process(self._group.pid)
-        watch = self._posted
-        if watch.error is None and not self._take_arrived(transfer):
+        state = self._posted
+        if state.error is None and not self._take_arrived(transfer):
             self._hand_over(transfer, self._wake_caller)
-        while transfer.ended_at is None and watch.error is None:
-            watch.ended.get()
+        while transfer.ended_at is None and state.error is None:
+            state.ended.get()
         if transfer.ended_at is None:
-            watch.check()
+            state.check()
 
     def _wake_caller(self) -> None:
         self._posted.ended.put(None)
@@ -231,19 +232,19 @@ class QueuedTransfers:
 
     def wait_for_batch(self, batch: Sequence[PostedTransfer], wake: Callable[[], None] | None) -> None:
         """Wait for transfers of :meth:`post`, on the thread, and then call ``wake``."""
-        watch, monitor = self._posted, Monitor.of(self._group)
-        monitor.watch(watch)
+        state, monitor = self._posted, Monitor.of(self._group)
+        monitor.watch(state)
         try:
             self._call_group.check_usable(self._generation)
             for transfer in batch:
                 if transfer.ended_at is None:
-                    watch.tally = Tally()
-                    self._wait_for_posted(transfer.posted, time.monotonic() + self.timeout_seconds, watch)
+                    state.tally = Tally()
+                    self._wait_for_posted(transfer.posted, time.monotonic() + self.timeout_seconds, state)
                     transfer.end()
         except BaseException as error:
-            self._stop(watch, error)
+            self._stop(state, error)
         finally:
-            monitor.forget(watch)
+            monitor.forget(state)
             if wake is not None:
                 wake()
 
@@ -257,7 +258,7 @@ class QueuedTransfers:
         if self._thread is None:
             self.transport = None
         elif self._group.pid == os.getpid():
-            self._jobs.put((self, None, None, None, None))
+            self._jobs.put(_CloseJob(self))
 
     def finish(self, timeout_seconds: float | None) -> None:
         """Close, wait for transfers in progress, and abort transfers that do not end within the timeout."""
@@ -280,7 +281,7 @@ class QueuedTransfers:
 
     def run(
         self,
-        watch: Watch,
+        state: TransferState,
         src: Sequence[torch.Tensor | None],
         dst: Sequence[torch.Tensor | None],
         posted: Posted | Exception | None,
@@ -291,51 +292,51 @@ class QueuedTransfers:
             posted: see :meth:`_post`.
 
         Returns:
-            The event that ends the watch. After an error it is set already. The caller sets it when it no longer
+            The event that ends the state. After an error it is set already. The caller sets it when it no longer
             refers to the handle: if its user then drops the handle, nobody will wait for the result.
         """
         try:
-            watch.check()
+            state.check()
             self._call_group.check_usable(self._generation)
-            watch.describe = functools.partial(describe_progress, self._plan, self._program, watch.tally)
-            watch.begin()
+            state.describe = functools.partial(describe_progress, self._plan, self._program, state.tally)
+            state.begin()
             deadline = time.monotonic() + self.timeout_seconds
             if posted is None:
-                self._run_program(watch, src, dst, deadline)
+                self._run_program(state, src, dst, deadline)
             else:
-                self._wait_for_posted(posted, deadline, watch)
-            watch.ended_at = time.monotonic()
+                self._wait_for_posted(posted, deadline, state)
+            state.ended_at = time.monotonic()
         except BaseException as error:
-            self._stop(watch, error)
+            self._stop(state, error)
         finally:
             if self.transport is not None:
-                Monitor.of(self._group).forget(watch)
-        return watch.done
+                Monitor.of(self._group).forget(state)
+        return state.done
 
-    def _wait_for_posted(self, posted: Posted | Exception, deadline: float, watch: Watch) -> None:
+    def _wait_for_posted(self, posted: Posted | Exception, deadline: float, state: TransferState) -> None:
         if isinstance(posted, Exception):
-            watch.check()
+            state.check()
             raise posted
         assert self._posted_program is not None
-        self._posted_program.wait(posted, deadline, watch.check, watch.tally)
+        self._posted_program.wait(posted, deadline, state.check, state.tally)
 
-    def _stop(self, watch: Watch, error: BaseException) -> None:
+    def _stop(self, state: TransferState, error: BaseException) -> None:
         """End a transfer with an error of this rank, on all ranks."""
         if isinstance(error, VerificationError):  # every rank raises the same one, so it needs no report
-            watch.stop(error)
+            state.stop(error)
             return
         # The transport may still write to the old buffers.
         self._staging = Staging(self._program, self._plan.staging_bytes)
         if isinstance(error, BrokenConnectionError):
-            error = self._call_group.find_root_cause(self._generation, error, watch.done.wait)
+            error = self._call_group.find_root_cause(self._generation, error, state.done.wait)
         if isinstance(error, WrongCopyError):
             error = VerificationError(describe_copy(self._plan, self._program.rank, error.id))
-        if not watch.done.is_set():  # no rank has published the error
-            watch.stop(self._call_group.fail(self._generation, error))
+        if not state.done.is_set():  # no rank has published the error
+            state.stop(self._call_group.fail(self._generation, error))
 
     def _run_program(
         self,
-        watch: Watch,
+        state: TransferState,
         src: Sequence[torch.Tensor | None],
         dst: Sequence[torch.Tensor | None],
         deadline: float,
@@ -350,25 +351,25 @@ class QueuedTransfers:
             list(map(view_as_bits, src)),
             list(map(view_as_bits, dst)),
             self._staging,
-            RunOptions(tag=self._tag, deadline=deadline, check=watch.check, digests=digests, tally=watch.tally),
+            RunOptions(tag=self._tag, deadline=deadline, check=state.check, digests=digests, tally=state.tally),
         )
         if digests is not None and self.transport is not None:
-            self._compare(digests, watch, deadline)
+            self._compare(digests, state, deadline)
 
     @functools.cached_property
     def _hops(self) -> Hops:
         return Hops(self._plan)
 
-    def _compare(self, digests: TransferDigests, watch: Watch, deadline: float) -> None:
+    def _compare(self, digests: TransferDigests, state: TransferState, deadline: float) -> None:
         rank = self._program.rank
 
         def wait(work: Work, other: int) -> None:
-            wait_for(work, deadline, watch.check, rank, other, f"comparing digests with rank {other}")
+            wait_for(work, deadline, state.check, rank, other, f"comparing digests with rank {other}")
 
         compare_digests(self._hops, rank, digests, self.transport, self._tag + VERIFY_TAG, wait)
 
 
-class _PostedWatch(Watch):
+class _PostedTransferState(TransferState):
     """All transfers of :meth:`QueuedTransfers.post` of a Mover. It is done once one of them has failed.
 
     Attributes:
@@ -381,9 +382,36 @@ class _PostedWatch(Watch):
         self.describe = lambda: describe_progress(plan, program, self.tally)
 
     def stop(self, error: ReshardError) -> None:
-        """See :meth:`Watch.stop`."""
+        """See :meth:`TransferState.stop`."""
         super().stop(error)
         self.ended.put(None)
+
+
+@dataclass(frozen=True)
+class _RunJob:
+    """One transfer to run, of which ``posted`` has started already if it is not None."""
+
+    transfers: QueuedTransfers
+    state: TransferState
+    src: Sequence[Any]
+    dst: Sequence[Any]
+    posted: Posted | Exception | None
+
+
+@dataclass(frozen=True)
+class _WaitJob:
+    """Transfers of :meth:`QueuedTransfers.post` to wait for, and a function to call then."""
+
+    transfers: QueuedTransfers
+    batch: Sequence[PostedTransfer]
+    wake: Callable[[], None] | None
+
+
+@dataclass(frozen=True)
+class _CloseJob:
+    """The end of the thread."""
+
+    transfers: QueuedTransfers
 
 
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:
@@ -392,16 +420,15 @@ def _serve(jobs: queue.SimpleQueue[Any]) -> None:
     Between two transfers the thread holds no reference to either, so that both can be freed.
     """
     while (job := jobs.get()) is not None:
-        transfers, watch, src, dst, posted = job
-        if isinstance(watch, _PostedWatch):
-            transfers.wait_for_batch(src, dst)
-            del job, transfers, watch, src, dst, posted
-            continue
-        if watch is None:
-            transfers.on_thread_end()
+        if isinstance(job, _CloseJob):
+            job.transfers.on_thread_end()
             return
-        done = transfers.run(watch, src, dst, posted)
-        del job, transfers, watch, src, dst, posted
+        if isinstance(job, _WaitJob):
+            job.transfers.wait_for_batch(job.batch, job.wake)
+            del job
+            continue
+        done = job.transfers.run(job.state, job.src, job.dst, job.posted)
+        del job
         done.set()
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from reshard.api.arguments.options import TransferOptions, is_fault_tolerant
 from reshard.api.arguments.transfer_arrays import call_arrays, finish_call
 from reshard.api.arrays.casts import unfinished
-from reshard.api.arrays.memory_in_use import note_wait
+from reshard.api.arrays.memory_in_use import reserve_until_waited
 from reshard.api.preparation.agreed_plan import AgreedPlan
 from reshard.api.preparation.prepare import Prepared
-from reshard.api.transfers.handle import Handle, Watch
+from reshard.api.transfers.handle import Handle, TransferState
 from reshard.api.transfers.opened_plan import open_transfers
 from reshard.api.transfers.recovery import FaultTolerantHandle, Recovery
 from reshard.coordination import CallGroup
@@ -32,11 +32,11 @@ def start_plain(prepared: Prepared) -> Handle:
     finish = functools.partial(finish_call, inputs.items, decision, dst, targets)
     handle = start_part(agreed, src, dst, finish, inputs.options, inputs.options["verify"])
     if not is_fault_tolerant(inputs.options):
-        note_wait(handle, (), unfinished(dst, targets))
+        reserve_until_waited(handle, (), unfinished(dst, targets))
         return handle
     recovery = Recovery(call_group, agreed.plan, src, dst, (), inputs.options)
     handle = FaultTolerantHandle(handle, recovery, finish)
-    note_wait(handle, src, targets)  # a recovery may send from the source again
+    reserve_until_waited(handle, src, targets)  # a recovery may send from the source again
     return handle
 
 
@@ -48,7 +48,7 @@ def start_recovery(prepared: Prepared) -> Handle:
     finish = functools.partial(finish_call, inputs.items, decision, dst, targets)
     failed = failed_handle(call_group, decision.generation, ranks_missed_error(lost), finish)
     handle = FaultTolerantHandle(failed, Recovery(call_group, plan, src, dst, lost, inputs.options), finish)
-    note_wait(handle, src, targets)
+    reserve_until_waited(handle, src, targets)
     return handle
 
 
@@ -85,6 +85,6 @@ def start_part(
 
 def failed_handle(call_group: CallGroup, generation: int, error: ReshardError, finish: Callable[[], Any]) -> Handle:
     """The handle of a transfer that an error ended before it began."""
-    watch = Watch(call_group, generation)
-    watch.stop(error)
-    return Handle(watch, finish)
+    state = TransferState(call_group, generation)
+    state.stop(error)
+    return Handle(state, finish)

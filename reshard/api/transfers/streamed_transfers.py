@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from reshard.api.arrays.memory_in_use import note_use
+from reshard.api.arrays.memory_in_use import reserve_until_over
 from reshard.api.preparation.agreed_plan import AgreedPlan
-from reshard.api.transfers.handle import StreamHandle, StreamWatch
+from reshard.api.transfers.handle import StreamHandle, StreamTransferState
 from reshard.coordination import NCCL_ROOT_CAUSE_GRACE_SECONDS, Monitor
 from reshard.runtime.cpu.staging import view_as_bits
 from reshard.runtime.cuda.device_encoding import DeviceDecodedTarget
@@ -60,24 +60,24 @@ class StreamedTransfers:
         call_group.check_usable(self._generation)
         assert on_stream is not None
         deadline = time.monotonic() + self.timeout_seconds
-        watch = StreamWatch(call_group, self._generation, on_stream, deadline)
-        handle = StreamHandle(watch, finish, on_stream)
-        Monitor.of(call_group.group).watch(watch)  # before the start, which may block on a rank that has died
+        state = StreamTransferState(call_group, self._generation, on_stream, deadline)
+        handle = StreamHandle(state, finish, on_stream)
+        Monitor.of(call_group.group).watch(state)  # before the start, which may block on a rank that has died
         try:
             received = [view_as_bits(item.encoded if isinstance(item, DeviceDecodedTarget) else item) for item in dst]
-            watch.begin_at(on_stream.start(list(map(view_as_bits, src)), received))
+            state.begin_at(on_stream.start(list(map(view_as_bits, src)), received))
         except BaseException as error:  # the other ranks wait for this one
             if is_capturing():  # nothing has run, and an abort would spoil the capture and hide this error
-                Monitor.of(call_group.group).forget(watch)
+                Monitor.of(call_group.group).forget(state)
                 raise
             if isinstance(error, NcclError):
-                watch.done.wait(NCCL_ROOT_CAUSE_GRACE_SECONDS)
+                state.done.wait(NCCL_ROOT_CAUSE_GRACE_SECONDS)
             known = call_group.fail(self._generation, error)
-            watch.stop(known)
+            state.stop(known)
             if not isinstance(error, Exception):
                 raise
             raise known from error
-        note_use(self, watch.leaves_memory, src, dst)
+        reserve_until_over(self, state.leaves_memory, src, dst)
         return handle
 
     def close(self) -> None:

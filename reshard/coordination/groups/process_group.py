@@ -255,7 +255,7 @@ class Group:
         finally:
             self._in_rounds.discard(thread_id)
 
-    def note_wait(self, asked_seconds: float, begun_at: float) -> None:
+    def detect_pause(self, asked_seconds: float, begun_at: float) -> None:
         """Note a wait that has just ended. If it ended late, this process was stopped.
 
         Args:

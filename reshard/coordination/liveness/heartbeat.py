@@ -149,11 +149,11 @@ class Monitor:
         # A new transfer does not wake this thread: most end before the next check and then cost nothing here.
         return HEARTBEAT_POLL_INTERVAL_SECONDS
 
-    def note_wait(self, asked_seconds: float, begun_at: float) -> None:
-        """See :meth:`Group.note_wait`."""
+    def detect_pause(self, asked_seconds: float, begun_at: float) -> None:
+        """See :meth:`Group.detect_pause`."""
         group = self._group()
         if group is not None:
-            group.note_wait(asked_seconds, begun_at)
+            group.detect_pause(asked_seconds, begun_at)
 
     def _list_watched(self) -> list[Any]:
         with self._lock:
@@ -219,7 +219,7 @@ def _run(monitor: weakref.ref[Monitor], end_requests: queue.SimpleQueue[None]) -
             end_requests.get(timeout=seconds)
             return
         if (current := monitor()) is not None:
-            current.note_wait(seconds, begun_at)
+            current.detect_pause(seconds, begun_at)
             del current
 
 
