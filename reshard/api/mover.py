@@ -259,7 +259,7 @@ class Mover:
             wait_for_collective(item.to_local() if is_dtensor(item) else item) for item in self.plan.by_tensor(base)
         ]
         outs = self.plan.by_tensor(out)
-        results = self._reader.targets(outs)
+        results = self._reader.dst_shards(outs)
         check_no_aliasing(sources, results, names)
         check_unused(sources, results, names, owner, bases)
         if not self._is_copied:

@@ -31,10 +31,10 @@ class DemoCase:
         return 1 + max(self.src.ranks + self.dst.ranks)
 
 
-def study_cases(divide: int = 1) -> list[DemoCase]:
+def study_cases(divisor: int = 1) -> list[DemoCase]:
     """The nine n-to-m cases of the 2023 cross-mesh resharding study (arXiv 2211.05322).
 
-    ``divide`` divides every dim of the study's tensors, to make them smaller.
+    ``divisor`` divides every dim of the study's tensors, to make them smaller.
 
     In the study's published code, case 8 is a copy of case 7. Here case 8 is S0 R R -> R S1 R.
     """
@@ -52,7 +52,7 @@ def study_cases(divide: int = 1) -> list[DemoCase]:
     cases = []
     for name, src_grid, src_spec, dst_grid, dst_spec in table:
         full = (3072, 1024, 170) if name == "6" else (1024, 1024, 512)
-        shape = (full[0] // divide, full[1] // divide, full[2] // divide)
+        shape = (full[0] // divisor, full[1] // divisor, full[2] // divisor)
         src = Mesh.of(src_grid)
         dst = Mesh.of(dst_grid, first_rank=src.size)
         title = f"{src_spec} on {src_grid} -> {dst_spec} on {dst_grid}"
@@ -63,7 +63,7 @@ def study_cases(divide: int = 1) -> list[DemoCase]:
 def hard_cases(rows: int = 512) -> list[DemoCase]:
     """Uneven, in-place, overlapping, empty and irregular layouts. ``rows`` scales the larger tensors."""
 
-    def ranks(grid: str, spec: Any = None, first_rank: int = 0) -> Layout:
+    def layout_on(grid: str, spec: Any = None, first_rank: int = 0) -> Layout:
         return Layout(Mesh.of(grid, first_rank=first_rank), spec)
 
     part_rows = rows // 4  # number of rows that one rank holds of each of Q, K and V
@@ -74,14 +74,14 @@ def hard_cases(rows: int = 512) -> list[DemoCase]:
         }
     )
     layouts: dict[str, tuple[AnyLayout, Layout]] = {
-        "uneven": (ranks("3", "S0"), ranks("4", "R S0", 3)),
-        "in place": (ranks("4", "S0"), ranks("4", "R S0")),
-        "overlapping": (ranks("2x2", "S0 S1"), ranks("2x3", "S1 S0", 2)),
-        "axis order": (ranks("2x2", "S01 R"), ranks("2x2", "S10 R")),
-        "0-d": (ranks("1"), ranks("5", first_rank=3)),
-        "empty shards": (ranks("4", "S0"), ranks("5", "S0", 4)),
-        "fused": (fused, ranks("2", "S0", 4)),
-        "strided": (ranks("2x2", ((Strided("0", 2), "1"),)), ranks("3", first_rank=4)),
+        "uneven": (layout_on("3", "S0"), layout_on("4", "R S0", 3)),
+        "in place": (layout_on("4", "S0"), layout_on("4", "R S0")),
+        "overlapping": (layout_on("2x2", "S0 S1"), layout_on("2x3", "S1 S0", 2)),
+        "axis order": (layout_on("2x2", "S01 R"), layout_on("2x2", "S10 R")),
+        "0-d": (layout_on("1"), layout_on("5", first_rank=3)),
+        "empty shards": (layout_on("4", "S0"), layout_on("5", "S0", 4)),
+        "fused": (fused, layout_on("2", "S0", 4)),
+        "strided": (layout_on("2x2", ((Strided("0", 2), "1"),)), layout_on("3", first_rank=4)),
     }
     tensors: list[tuple[str, str, tuple[int, ...], str]] = [
         ("uneven", f"{rows * 4 + 3} rows over 3 ranks -> columns over 4", (rows * 4 + 3, 257), "bfloat16"),

@@ -42,9 +42,9 @@ share a host with one link of 10 Gbit/s.
 """
 
 
-def run_demo(divide: int = 4, rows: int = 512) -> int:
+def run_demo(divisor: int = 4, rows: int = 512) -> int:
     """Run all cases with all strategies and print a row for each; returns 0 if every element was correct."""
-    return _run(study_cases(divide) + hard_cases(rows))
+    return _run(study_cases(divisor) + hard_cases(rows))
 
 
 def run_demo_on_gpus(shares_gpus: bool) -> int:

@@ -169,7 +169,7 @@ class Publisher:
         self._timeout_seconds = timeout_seconds
         reader = StateReader(model, shards)
         self._handle: PublishHandle | None = None
-        self._outcome: Mapping[str, Any] | None = None  # of the last version that has ended
+        self._done_message: Mapping[str, Any] | None = None  # of the last version that has ended
         self._failure: ReshardError | None = None
         self._lock = threading.Lock()  # for the three before
         self._last: int | None = None
@@ -301,10 +301,10 @@ class Publisher:
         self._team.roster.write_manifest("trainer", self._team.id, self._manifest)
         return {"last": self._team.roster.claim(self._team.id, socket.gethostname(), os.getpid())}
 
-    def _end(self, outcome: Mapping[str, Any]) -> None:
+    def _end(self, message: Mapping[str, Any]) -> None:
         """End the handle of a version, as the leader says."""
         with self._lock:
-            self._outcome = outcome
+            self._done_message = message
             self._end_handle()
 
     def _fail(self, error: BaseException) -> None:
@@ -314,9 +314,9 @@ class Publisher:
 
     def _end_handle(self) -> None:
         """End the handle if its version has ended, which may be before this rank has made the handle."""
-        handle, outcome = self._handle, self._outcome
-        if handle is not None and outcome is not None and handle.version == outcome["version"]:
-            error = None if outcome["failed"] is None else rebuild_error(*outcome["failed"])
-            handle._end(PublishReport(**outcome["report"]), error)
+        handle, message = self._handle, self._done_message
+        if handle is not None and message is not None and handle.version == message["version"]:
+            error = None if message["failed"] is None else rebuild_error(*message["failed"])
+            handle._end(PublishReport(**message["report"]), error)
         if handle is not None and self._failure is not None:
             handle._end(PublishReport(handle.version), self._failure)

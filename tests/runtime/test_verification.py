@@ -17,7 +17,7 @@ from reshard.cli.demo_transfers import count_unlike, shard_of_positions
 from reshard.plan import expand_messages, parse_plan
 from reshard.runtime import build_program
 from reshard.runtime.cpu import program_executor
-from reshard.runtime.cpu.verification import Hops, TransferDigests, compare_digests, describe_copy, find_fault
+from reshard.runtime.cpu.verification import MessageDigests, TransferDigests, compare_digests, describe_copy, find_fault
 from reshard.runtime.transport import GlooTransport
 from reshard.testing.processes import run_processes
 from tests.support.memory_transport import MemoryHub, MemoryTransport
@@ -50,7 +50,7 @@ def test_hops_pair_forwarded_with_received_messages():
     plan = reshard.make_plan(
         Layout(Mesh([4])), Layout(Mesh([1, 7])), (8,), "int8", strategy="broadcast_naive", topology=Topology((0,) * 8)
     )
-    hops = Hops(plan)
+    hops = MessageDigests(plan)
     assert (hops.sender.tolist(), hops.receiver.tolist()) == ([4, 7], [7, 1])
     assert (hops.forwards.tolist(), hops.brought_by.tolist()) == ([1], [0])  # hop 0 brings the data that hop 1 forwards
 
@@ -107,7 +107,7 @@ class _Recording(MemoryTransport):
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_comparison_waits_for_every_posted_operation(is_wrong):
     plan = reshard.make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([2])), (8,), "int8", strategy="send_recv")
-    hops, hub = Hops(plan), MemoryHub()
+    hops, hub = MessageDigests(plan), MemoryHub()
 
     def compare(rank):
         digests, transport, waited = TransferDigests(), _Recording(hub, rank), []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from reshard.api.lossless.regions import bytes_of
+from reshard.api.lossless.buckets import bytes_of
 from reshard.codecs.formats import FORMATS, known_formats
 from reshard.errors import ArgumentError
 from reshard.weights.routes import encoded_regions

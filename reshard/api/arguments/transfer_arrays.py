@@ -71,7 +71,7 @@ class ArrayReader:
             for array, shape, spec in zip(given, self._shapes["src"], self._plan.tensors, strict=True)
         ]
 
-    def targets(self, given: Sequence[Any]) -> list[torch.Tensor | None]:
+    def dst_shards(self, given: Sequence[Any]) -> list[torch.Tensor | None]:
         """The destination shard of each tensor, allocated if not given; raises as :meth:`sources`."""
         return [
             self._check(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from reshard.api.lossless.regions import Bucket, bytes_of
+from reshard.api.lossless.buckets import Bucket, bytes_of
 from reshard.codecs.delta import HEADER_BYTES, word_width
 from reshard.codecs.formats import FORMATS, decode_piece
 from reshard.codecs.raw_bytes import write_into

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from reshard.api.arguments.option_checks import check_dtypes
+from reshard.api.lossless.buckets import Bucket, find_buckets
 from reshard.api.lossless.encoding import EncodedBucket, decode_bucket, digest_regions, encode_bucket
-from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.codecs import has_base
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.formatting import describe_ranks

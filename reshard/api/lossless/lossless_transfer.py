@@ -12,8 +12,8 @@ import torch
 import xxhash
 
 from reshard.api.arguments.option_checks import check_dtypes
+from reshard.api.lossless.buckets import Bucket, find_buckets
 from reshard.api.lossless.encoding import EncodedBucket, capacity_of, decode_bucket, digest_regions, encode_bucket
-from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.codecs import has_base
 from reshard.coordination import (
     CallGroup,

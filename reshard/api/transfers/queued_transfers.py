@@ -27,7 +27,7 @@ from reshard.runtime.cpu.posted_program import Posted, PostedProgram, make_poste
 from reshard.runtime.cpu.program_executor import NOTIFY_TAG, VERIFY_TAG, RunOptions, WrongCopyError, run_program
 from reshard.runtime.cpu.staging import Staging, view_as_bits
 from reshard.runtime.cpu.transfer_progress import Tally, describe_progress
-from reshard.runtime.cpu.verification import Hops, TransferDigests, compare_digests, describe_copy
+from reshard.runtime.cpu.verification import MessageDigests, TransferDigests, compare_digests, describe_copy
 from reshard.runtime.program import RankProgram
 from reshard.runtime.transport import BrokenConnectionError, Work, wait_for
 from reshard.threads import start_thread
@@ -344,7 +344,7 @@ class QueuedTransfers:
         digests = None
         if self._verify:
             digests, src = TransferDigests(), list(map(encoded_array, src))
-            digests.replicas = self._hops.replicas.digest_replicas(self._program.rank, src)
+            digests.replicas = self._message_digests.replicas.digest_replicas(self._program.rank, src)
         run_program(
             self._program,
             self.transport,  # type: ignore[arg-type]
@@ -357,8 +357,8 @@ class QueuedTransfers:
             self._compare(digests, state, deadline)
 
     @functools.cached_property
-    def _hops(self) -> Hops:
-        return Hops(self._plan)
+    def _message_digests(self) -> MessageDigests:
+        return MessageDigests(self._plan)
 
     def _compare(self, digests: TransferDigests, state: TransferState, deadline: float) -> None:
         rank = self._program.rank
@@ -366,7 +366,7 @@ class QueuedTransfers:
         def wait(work: Work, other: int) -> None:
             wait_for(work, deadline, state.check, rank, other, f"comparing digests with rank {other}")
 
-        compare_digests(self._hops, rank, digests, self.transport, self._tag + VERIFY_TAG, wait)
+        compare_digests(self._message_digests, rank, digests, self.transport, self._tag + VERIFY_TAG, wait)
 
 
 class _PostedTransferState(TransferState):

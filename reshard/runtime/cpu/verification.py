@@ -164,7 +164,7 @@ class Replicas:
         )
 
 
-class Hops:
+class MessageDigests:
     """The messages of a plan between different ranks, as columns, and the order of each rank's packed digests.
 
     Attributes:
@@ -221,12 +221,17 @@ class Hops:
 
 
 def compare_digests(
-    hops: Hops, rank: int, digests: TransferDigests, transport: Any, tag: int, wait: Callable[[Any, int], None]
+    messages: MessageDigests,
+    rank: int,
+    digests: TransferDigests,
+    transport: Any,
+    tag: int,
+    wait: Callable[[Any, int], None],
 ) -> None:
     """Compare the digests of all ranks after a transfer. Every rank of the plan must call this.
 
     Args:
-        hops: hops of the plan.
+        messages: the messages of the plan.
         rank: this rank.
         digests: digests of this rank.
         transport: sends and receives.
@@ -237,20 +242,20 @@ def compare_digests(
         VerificationError: bytes changed, or replicas differ; the same error on all ranks.
         ConnectionError: the size of the result was corrupted.
     """
-    first, *others = sorted(hops.plan.ranks)
-    own = hops.pack(rank, digests)
+    first, *others = sorted(messages.plan.ranks)
+    own = messages.pack(rank, digests)
     if rank != first:
         if len(own):
             wait(transport.send(flat_bytes(own), first, tag), first)
         text = _recv_text(transport, first, tag, wait)
     else:
-        tables = {other: torch.zeros(hops.count(other), dtype=torch.int64, device="cpu") for other in others}
+        tables = {other: torch.zeros(messages.count(other), dtype=torch.int64, device="cpu") for other in others}
         works = [
             (transport.recv(flat_bytes(table), other, tag), other) for other, table in tables.items() if len(table)
         ]
         for work, other in works:
             wait(work, other)
-        text = hops.find_fault({first: own, **tables}) or ""
+        text = messages.find_fault({first: own, **tables}) or ""
         data = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
         size = torch.tensor([len(data)], device="cpu")
         works = [(transport.send(flat_bytes(size), other, tag), other) for other in others]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from reshard.api.lossless.regions import bytes_of
+from reshard.api.lossless.buckets import bytes_of
 from reshard.codecs.delta import HEADER_BYTES, word_width
 from reshard.codecs.encoded_ratios import Sample
 from reshard.codecs.formats import FORMATS, decode_piece

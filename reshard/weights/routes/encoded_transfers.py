@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import xxhash
 
+from reshard.api.lossless.buckets import Bucket, Region, find_buckets
 from reshard.api.lossless.encoding import find_capacities
-from reshard.api.lossless.regions import Bucket, Region, find_buckets
 from reshard.api.mover import Mover
 from reshard.api.transfers.handle import Handle, times_of
 from reshard.codecs.formats import format_of
