@@ -65,6 +65,7 @@ from reshard.coordination.liveness.membership import (
 )
 from reshard.coordination.liveness.presence import has_ended
 from reshard.coordination.liveness.status import (
+    BEAT_SECONDS,
     MAX_HEARTBEAT_AGE_SECONDS,
     HeartbeatReader,
     is_reported_dead,
@@ -80,7 +81,7 @@ RENDEZVOUS_CHECK_INTERVAL_SECONDS = 0.2
 #: continue without the first member.
 ANSWER_SECONDS, FAULT_TOLERANT_ANSWER_SECONDS = 1.5, 1.0
 #: If a rank has no open connection and its heartbeat is this old, other ranks check whether its process exists.
-PROBE_AGE_SECONDS = 1.5
+PROBE_AGE_SECONDS = 1.5 * BEAT_SECONDS
 
 
 @dataclass(frozen=True)
