@@ -365,12 +365,16 @@ def order(evaluation: Evaluation) -> tuple[float, tuple[float, tuple[int, int, i
 def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
     """Hill climbing: take the first move that gains until none does, or the tries are spent.
 
-    A move is simulated under the schedule of the best candidate so far. If it gains, it is simulated under all
-    schedules.
+    A move is simulated under the schedule of the best candidate so far, and if it gains, under all schedules. It is
+    simulated under all at once if they may be others than before: if backwards can be split only before or after the
+    move, or if more layers are recomputed, which leaves memory for more microbatches in flight.
     """
 
     def can_split(candidate: Candidate) -> bool:
         return problem.can_split(candidate.stages, candidate.num_microbatches)
+
+    def num_recomputed(candidate: Candidate) -> int:
+        return sum(choice.recompute for stage in candidate.stages for choice in stage.choices)
 
     best, tried, gained, left = start, {start.candidate.text}, True, MOVE_BUDGET
     while gained:
@@ -383,8 +387,9 @@ def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
             if step_bound(problem, candidate) >= target:
                 continue  # no schedule can make it better
             left -= 3 * candidate.num_microbatches * len(candidate.stages)
-            is_alike = can_split(candidate) == can_split(best.candidate)  # otherwise, other schedules are possible
-            only = best.schedule_name if is_alike else None
+            has_others = can_split(candidate) != can_split(best.candidate)
+            has_others |= num_recomputed(candidate) > num_recomputed(best.candidate)
+            only = None if has_others else best.schedule_name
             evaluation = evaluate(problem, candidate, below_seconds=target, only=only)
             if evaluation is not None:
                 best, gained = evaluate(problem, candidate, below_seconds=evaluation.seconds) or evaluation, True
