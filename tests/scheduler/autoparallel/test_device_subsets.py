@@ -88,7 +88,15 @@ def test_no_search_of_a_part_of_a_cluster_is_faster_than_the_choice(seed):
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "seed",
-    [*range(5), 88, 730_018, 730_149, 910_041, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))],
+    [
+        *range(5),
+        88,
+        730_018,
+        730_149,
+        910_041,
+        1_010_015,
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20)),
+    ],
 )
 def test_no_plan_on_a_part_of_the_cluster_is_faster_than_the_choice_or_below_the_bound(seed):
     seconds, bound = check_parts(seed)
