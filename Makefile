@@ -70,7 +70,7 @@ test-faults: install
 	$(BIN)/python -m tests.campaigns.faults --runs 24 --timeout 5 --slack 10
 
 test-fuzz: install
-	$(BIN)/python -m tests.campaigns.fuzz --seconds 30
+	$(BIN)/python -m tests.campaigns.fuzz --seconds 15
 
 compatibility: install
 	$(BIN)/python -m tests.campaigns.versions

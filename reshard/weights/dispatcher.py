@@ -25,8 +25,8 @@ from reshard.weights.model.pieces import match
 from reshard.weights.model.verify import RegionDigests
 from reshard.weights.routes.route import RouteOptions
 
-#: Number of attempts to send a version to an engine.
-MAX_ATTEMPTS = 3
+#: A version is sent to an engine at most this many times.
+MAX_SENDS = 3
 #: Interval at which the dispatcher checks that the ranks for which it waits are alive.
 DISPATCH_CHECK_INTERVAL_SECONDS = 0.5
 
@@ -57,23 +57,23 @@ class _Job:
     Attributes:
         pending: by id, the engines that do not hold the version yet and were not dropped.
         results: by id, ``""`` if the engine holds the version, else the reason why it does not.
-        attempts: by id, the number of times that the version was sent to the engine.
+        num_sends: by id, the number of times that the version was sent to the engine.
         phase: ``"ping"``, ``"send"`` or ``"confirm"``.
         deadline: deadline of the phase.
         answered: ``(id of the team, rank)`` of the ranks that answered the last ping.
-        engines: engines of the current attempt.
+        engines: engines to which it is being sent.
         base: version that these engines hold, if the new version travels as differences.
         failed: by id, the engines to which the version must be sent again, with the reason.
-        has_failed: whether an attempt has failed. Later attempts are not encoded.
-        begun: when the current attempt began.
-        decoding: ``{format: seconds}`` of the slowest rank that has decoded in this attempt.
+        has_failed: whether a send has failed. Later ones are not encoded.
+        begun: when the current send began.
+        decoding: ``{format: seconds}`` of the slowest rank that has decoded in this send.
     """
 
     version: int
     pending: dict[str, Member]
     results: dict[str, str]
     is_published: bool
-    attempts: dict[str, int] = field(default_factory=dict)
+    num_sends: dict[str, int] = field(default_factory=dict)
     phase: str = "ping"
     nonce: str = ""
     deadline: float = 0.0
@@ -102,7 +102,7 @@ class Dispatcher:
         find_base: function that takes whether the version may be encoded, and returns the version to which differences
             may refer, if any.
         describe_coding: function that takes the base of a version, and returns what messages say about the coding.
-        note_times: function that is called when all engines have confirmed a version at its first attempt. It takes the
+        note_times: function that is called when all engines have confirmed a version at its first send. It takes the
             seconds since the order to send, and the seconds in which the slowest rank decoded each format.
     """
 
@@ -163,14 +163,14 @@ class Dispatcher:
         """Note that this rank has sent, or has failed to."""
         job = self._job
         assert job is not None
-        if isinstance(outcome.error, (ArgumentError, PlanError)):  # another attempt would end in it too
+        if isinstance(outcome.error, (ArgumentError, PlanError)):  # another send would end in it too
             self._route = None
             self._fail(job, outcome.error)
             return
         if outcome.error is not None:
             self._route = None
             job.failed |= dict.fromkeys(job.engines, str(outcome.error))
-            self._end_attempt(job)
+            self._end_send(job)
             return
         job.figures = outcome.figures
         self._team.roster.set_latest(Latest(job.version, self._team.id, dict(outcome.totals), outcome.values))
@@ -187,7 +187,7 @@ class Dispatcher:
                 job.results[engine.id] = refusal
             else:
                 job.pending[engine.id] = engine
-        self._begin_attempt(job)
+        self._begin_send(job)
 
     def _find_refusal(self, engine: Member) -> str:
         """The reason why an engine cannot take the weights; empty if it can."""
@@ -200,7 +200,7 @@ class Dispatcher:
                 self._post(engine, {"kind": "refused", "failed": describe_error(error)})
         return self._refused[engine.id]
 
-    def _begin_attempt(self, job: _Job) -> None:
+    def _begin_send(self, job: _Job) -> None:
         job.failed = {}
         self._choose_engines(job)
         if not job.pending:
@@ -249,7 +249,7 @@ class Dispatcher:
                 is_complete = False
         job.engines = [engine_id for engine_id in job.engines if engine_id in job.pending]
         if not job.engines:
-            self._begin_attempt(job)
+            self._begin_send(job)
         elif is_complete:
             self._send(job)
 
@@ -257,7 +257,7 @@ class Dispatcher:
         if self._route is None or self._route[1:] != (job.engines, self._ranks):
             self._route = secrets.token_hex(8), job.engines, self._ranks
         for engine in job.engines:
-            job.attempts[engine] = job.attempts.get(engine, 0) + 1
+            job.num_sends[engine] = job.num_sends.get(engine, 0) + 1
             self._held[engine] = None
         message = {"version": job.version, "route": self._route[0], "engines": job.engines, "ranks": self._ranks}
         message |= self._describe_coding(job.base)
@@ -278,18 +278,18 @@ class Dispatcher:
         else:
             job.failed[engine] = failed[1]
         if not job.awaited:
-            if not job.pending and set(job.attempts.values()) == {1} and len(job.attempts) == len(job.engines):
+            if not job.pending and set(job.num_sends.values()) == {1} and len(job.num_sends) == len(job.engines):
                 self._note_times(time.monotonic() - job.begun, job.decoding)
-            self._end_attempt(job)
+            self._end_send(job)
 
-    def _end_attempt(self, job: _Job) -> None:
-        for engine in [engine_id for engine_id in job.engines if job.attempts.get(engine_id, 0) >= MAX_ATTEMPTS]:
+    def _end_send(self, job: _Job) -> None:
+        for engine in [engine_id for engine_id in job.engines if job.num_sends.get(engine_id, 0) >= MAX_SENDS]:
             if job.pending.pop(engine, None) is not None:  # it stays, and gets the next version
-                job.results[engine] = f"failed {MAX_ATTEMPTS} times: {job.failed.get(engine, '')}"
+                job.results[engine] = f"failed {MAX_SENDS} times: {job.failed.get(engine, '')}"
         if job.failed:
             self._route = None
             job.has_failed = True
-        self._begin_attempt(job)
+        self._begin_send(job)
 
     def _check(self, job: _Job) -> None:
         """Check that the ranks for which a phase waits are alive."""
@@ -305,7 +305,7 @@ class Dispatcher:
                     self._drop(job, engine, why)
                     self._route = None
             if not job.awaited:
-                self._end_attempt(job)
+                self._end_send(job)
         if self._job is not None:
             self._tick()
 
