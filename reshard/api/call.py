@@ -108,7 +108,7 @@ def reshard(
         group=group,
         out=out,
         base=base,
-        **read_options(TransferOptions, options, "reshard"),
+        **read_options(TransferOptions, options, reshard),
     ).wait()
 
 
@@ -137,7 +137,7 @@ def reshard_async(
         without a call to ``wait``, but tensors are encoded before this function returns, and decoded or cast in
         ``wait``. Neither the source, nor ``base`` and ``out``, may change until ``wait`` has returned.
     """
-    all_options = read_options(TransferOptions, options, "reshard_async")
+    all_options = read_options(TransferOptions, options, reshard_async)
     try:
         member_group = find_group(group)
     except ReshardError as error:

@@ -188,7 +188,7 @@ def reshard_local(
     >>> reshard_local({0: whole[:2], 1: whole[2:]}, rows, cols)[3][0]
     array([2, 3])
     """
-    given = read_options(PlanOptions, options, "reshard_local")
+    given = read_options(PlanOptions, options, reshard_local)
     arguments = _TensorArguments(src, dst, src_spec, dst_spec, shape, dst_dtype)
     if not isinstance(shards, Mapping) or not any(isinstance(value, Mapping) for value in shards.values()):
         return _reshard_one(None, shards, arguments, given, base=base, out=out)

@@ -86,11 +86,12 @@ def _help_with_latency(plan: Plan) -> str:
     message = _mean_message_bytes(plan)
     if not message:
         return larger
+    gathered = "; or strategy gathered_multicast, if CPUs are idle" if plan.strategy != "gathered_multicast" else ""
     rates = [nic.egress_bytes_per_second for host in topology.hosts for nic in host.nics]
     seconds = format_seconds(message / max(rates))
     return (
         f"{larger}: a message between hosts carries {format_bytes(message)} on average, {seconds} of a NIC, and has a "
-        f"latency of {format_seconds(topology.latency_seconds)}"
+        f"latency of {format_seconds(topology.latency_seconds)}{gathered}"
     )
 
 

@@ -22,6 +22,7 @@ from reshard.planner.tensor_codecs import AUTO_CODEC, compress_tensors
 from reshard.public_api import not_compiled, shows_call
 from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
 from reshard.topology import Topology
+from reshard.topology.topology import check_topology
 
 #: Limit on pairs of a region and a rank that holds or needs the region. Tensors with equal layouts count once. Also
 #: the limit on regions, where each tensor counts. A larger plan takes more than 4 GB.
@@ -109,8 +110,8 @@ def plan_tensors(
 ) -> Plan:
     """Like :func:`make_plan`, but takes :class:`TensorSpec` objects."""
     check_tensors(tensors)
-    if topology is not None and not isinstance(topology, Topology):
-        raise ArgumentError(f"topology must be a Topology, not {type(topology).__name__}")
+    if topology is not None:
+        check_topology(topology)
     staging_bytes = check_integer(staging_bytes, "staging_bytes", 0, 2**62)
     name, function = find_strategy(strategy)
     is_builtin = function is None or function in STRATEGIES.values()

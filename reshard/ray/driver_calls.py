@@ -56,7 +56,7 @@ def reshard(
         RemoteError: an actor died; the text names it.
         RankLostError: with ``"recover"``, some data of a dead actor is on no other actor.
     """
-    given = read_options(TransferOptions, options, "reshard.ray.reshard")
+    given = read_options(TransferOptions, options, reshard, "reshard.ray.reshard")
     given["timeout_seconds"] = timeout_seconds = check_timeout(given["timeout_seconds"])
     if not isinstance(given["on_loss"], str) or given["on_loss"] not in ("raise", "recover"):
         raise ArgumentError(f"on_loss is {brief(given['on_loss'])}; it must be 'raise' or 'recover'")

@@ -403,6 +403,18 @@ class Topology:
             )
 
 
+def check_topology(topology: Any, name: str = "topology") -> Topology:
+    """Return a topology.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if not isinstance(topology, Topology):
+        how = "; read_topology reads a file, and load_preset a preset" if isinstance(topology, str) else ""
+        raise ArgumentError(f"{name} must be a Topology, not {type(topology).__name__}{how}")
+    return topology
+
+
 def _check_ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
     try:
         numbers = tuple(map(index, ranks))

@@ -187,8 +187,7 @@ class Subscriber:
                 return
             error = TransferTimeoutError(
                 f"rank {self._team.rank} of the engine: no newer version was complete on all ranks, or not all ranks "
-                f"called update, in {seconds:g} s; the model keeps version {receiver.installed_version}"
-                f"{receiver.describe_failure()}"
+                f"called update, in {seconds:g} s; the model {self._describe_version()}{receiver.describe_failure()}"
             )
         except AttemptLeftError as left:
             raise left.error from None
@@ -202,6 +201,16 @@ class Subscriber:
         if decided is None and receiver.wait_for_swap(attempts.number, AGREE_SECONDS):
             return
         raise decided or error
+
+    def _describe_version(self) -> str:
+        """The version that the model keeps; without any, also whether no trainer has come."""
+        version = self._receiver.installed_version
+        if version is not None:
+            return f"keeps version {version}"
+        with contextlib.suppress(RuntimeError):  # the store is lost
+            if self._team.roster.publisher() is None:
+                return f"has no version, and no Publisher of the name {self._team.name!r} has come to this store"
+        return "has no version yet"
 
     def _leave(self, error: BaseException) -> None:
         """End the call on all ranks, because an exception has ended it on this one."""

@@ -198,24 +198,27 @@ def run(options: argparse.Namespace) -> int:
         result = launch(job, options.device, options.launcher == "ray", wanted, options.share_gpus)
     except KeyboardInterrupt:
         if job.checkpoint is not None:
-            text = f"--resume continues from the newest checkpoint in {job.checkpoint}, if there is one"
-            print(text, file=sys.stderr)
+            from ..checkpoint.folders import find_checkpoints
+
+            saved = find_checkpoints(job.checkpoint)
+            newest = f"continues from step {saved[-1][0]}" if saved else "begins again, because none is complete"
+            print(f"checkpoints are in {job.checkpoint}: --resume {newest}", file=sys.stderr)
         raise
     if result is not None:
         losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, " if result.losses else ""
         skipped = f", {count_of(len(result.skipped), 'step')} skipped" if result.skipped else ""
         steps = f"steps {result.start} to {max(result.start, job.steps)}"
         print(f"{job.name} on {stages or 'a training plan'}, {steps}: {losses}held-out {result.held_out:.4f}{skipped}")
-        print(_describe_next(job), file=sys.stderr)
+        print(_describe_next(job, max(result.start, job.steps)), file=sys.stderr)
     return 0
 
 
-def _describe_next(job: TrainingJob) -> str:
+def _describe_next(job: TrainingJob, last_step: int) -> str:
     """A sentence on what a user may do after a run."""
     if job.checkpoint is None:
         return "nothing was saved; with --checkpoint FOLDER a run is saved, and --resume continues it"
     return (
-        f"to train further: the same command with --resume and --steps above {job.steps} continues from "
+        f"to train further: the same command with --resume and --steps above {last_step} continues from "
         f"{job.checkpoint}, and its learning rate follows the new number"
     )
 

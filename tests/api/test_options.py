@@ -48,6 +48,8 @@ def test_an_option_that_a_function_cannot_use_is_an_error_that_names_it(kind):
         reshard_local(shards, ROWS, ROWS, shape=(4,), verify=True)
     with pytest.raises(kind, match=r"reshard_async has no argument 'stagging_bytes'; its options are compression, .*"):
         reshard.reshard_async(None, ROWS, ROWS, stagging_bytes=1)
+    with pytest.raises(kind, match=r"reshard has no argument 'dest_spec'; .*; did you mean 'dst_spec'\?"):
+        reshard.reshard(None, ROWS, ROWS, dest_spec="R")
     pytest.importorskip("ray", reason="ray is not installed: pip install 'reshard[ray]'")
     with pytest.raises(kind, match=r"reshard\.ray\.reshard has no argument 'shape'; its options are compression, .*"):
         reshard.ray.reshard(None, None, None, shape=(4,))

@@ -78,13 +78,16 @@ def _defaults_of(kind: type) -> dict[str, Any]:
 _DEFAULTS: dict[type, dict[str, Any]] = {kind: _defaults_of(kind) for kind in (PlanOptions, TransferOptions)}
 
 
-def read_options(kind: type, given: Mapping[str, Any], function: str) -> TransferOptions:
+def read_options(
+    kind: type, given: Mapping[str, Any], function: Callable[..., Any], name_of_function: str = ""
+) -> TransferOptions:
     """All options of :class:`TransferOptions`: those given, and the defaults of the others. Does not check values.
 
     Args:
         kind: the class that declares the options of the function.
         given: what its caller passes.
-        function: its name, for the error.
+        function: the function.
+        name_of_function: its name in errors, if that is another one.
 
     Raises:
         OptionError: the function has no such option.
@@ -92,9 +95,10 @@ def read_options(kind: type, given: Mapping[str, Any], function: str) -> Transfe
     for name in given:
         if name not in _DEFAULTS[kind]:
             why = "cannot use the option" if name in _DEFAULTS[TransferOptions] else "has no argument"
-            known = sorted(_DEFAULTS[kind])
+            close = did_you_mean(name, inspect.signature(function).parameters)
             raise OptionError(
-                f"{function} {why} {name!r}; its options are {', '.join(known)}{did_you_mean(name, known)}"
+                f"{name_of_function or function.__name__} {why} {name!r}; its options are "
+                f"{', '.join(sorted(_DEFAULTS[kind]))}{close}"
             )
     return cast(TransferOptions, _DEFAULTS[TransferOptions] | dict(given))
 

@@ -42,7 +42,8 @@ from reshard.runtime.array_bytes import digest_array
 from reshard.runtime.cuda.device_encoding import check_device_codec
 from reshard.runtime.cuda.host_copies import is_copied
 from reshard.sharding import TensorSpec, check_shape
-from reshard.topology import Topology, topology_to_json
+from reshard.topology import topology_to_json
+from reshard.topology.topology import check_topology
 
 #: Options that may differ between ranks, or are compared apart from the others.
 LOCAL_OPTIONS = ("timeout_seconds", "topology")
@@ -151,8 +152,8 @@ def _check_local(arguments: list[tuple[str, str]], tensors: dict[str, TensorRequ
     unnamed = "one without a name; a rank without shards of named tensors passes {name: None}"
     arguments.append(("the tensors", named or unnamed))
     arguments.extend(_describe_option(name, value) for name, value in options.items() if name not in LOCAL_OPTIONS)
-    if topology is not None and not isinstance(topology, Topology):
-        raise ArgumentError(f"topology must be a Topology, not {type(topology).__name__}")
+    if topology is not None:
+        check_topology(topology)
     _check_device("cpu", options)
     check_compression(options["compression"], options["max_error"], options["on_error"])
     arguments.append(("topology", "None" if topology is None else str(topology_to_json(topology))))

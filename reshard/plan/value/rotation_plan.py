@@ -18,6 +18,7 @@ from reshard.plan.value.rotation_loads import RotationLoads
 from reshard.plan.value.transfers import PlanTransfers
 from reshard.sharding import TensorSpec, check_integer, check_tensors
 from reshard.topology import MAX_NICS, Topology, topology_to_json
+from reshard.topology.topology import check_topology
 
 #: The strategy of these plans.
 ROTATION = "rotation"
@@ -66,8 +67,7 @@ class RotationPlan(Plan):
                 closed form.
         """
         check_tensors(tensors)
-        if not isinstance(topology, Topology):
-            raise ArgumentError(f"topology must be a Topology, not {type(topology).__name__}")
+        check_topology(topology)
         staging_bytes = check_integer(staging_bytes, "staging_bytes", 0, 2**62)
         topology.check_covers(ranks_of(tensors))
         exchanges = _find_exchanges(tensors, topology)

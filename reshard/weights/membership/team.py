@@ -109,6 +109,7 @@ class Team:
             self.group = Group(dist.HashStore(), 0, 1)
         else:
             self.group = find_group(group)
+        self.name = name
         self.kind, self.rank, self.size = kind, self.group.rank, self.group.size
         self.raw = dist.PrefixStore(f"reshard/weights/{name}", own_client(store))
         self.store = Store(self.raw)

@@ -197,7 +197,10 @@ def _read_shard(name: str, array: torch.Tensor, shard: ShardRegions) -> tuple[tu
         given, regions = shard
         shape, boxes = check_shape(given), tuple(tuple((index(lo), index(hi)) for lo, hi in box) for box in regions)
     except (TypeError, ValueError) as error:
-        raise ArgumentError(f"shards[{name!r}] must be (global shape, [region, ...]): {error}") from None
+        raise ArgumentError(
+            f"shards[{name!r}] must be (global shape, [region, ...]), for example ((16, 8), [((0, 8), (0, 8))]) for "
+            f"the first 8 rows of 16: {error}"
+        ) from None
     if is_dtensor(array):
         raise ArgumentError(f"shards names {name!r}, a DTensor, which has its own layout")
     _check_shard(name, tuple(array.shape), shape, boxes)
@@ -210,6 +213,10 @@ def _check_shard(name: str, local_shape: tuple[int, ...], shape: tuple[int, ...]
     if not boxes and 0 in local_shape:
         return
     layout = RegionLayout({0: boxes}, join_dim=join_dim(boxes), ndim=len(shape))
+    for box in boxes:
+        if len(box) != len(shape) or any(not 0 <= lo <= hi <= size for (lo, hi), size in zip(box, shape, strict=True)):
+            region = ", ".join(f"{lo}:{hi}" for lo, hi in box)
+            raise ArgumentError(f"shards[{name!r}] has the region [{region}], which is not inside {list(shape)}")
     layout.check_fits(shape)
     if local_shape != layout.joined_shape(0):
         raise ArgumentError(

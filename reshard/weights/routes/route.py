@@ -24,6 +24,7 @@ from reshard.runtime.torch_compat import CopyToMany
 from reshard.sharding import check_integer
 from reshard.timeouts import check_timeout
 from reshard.topology import Topology, topology_from_json, topology_to_json
+from reshard.topology.topology import check_topology
 from reshard.weights.membership.team import run_collectively
 from reshard.weights.model.holdings import synchronize
 from reshard.weights.model.manifest import Manifest
@@ -71,8 +72,8 @@ class RouteOptions:
         check_timeout(self.join_seconds)
         check_timeout(self.timeout_seconds)
         check_integer(self.memory_bytes, "memory_bytes", NUM_SHARES * MIN_STAGING_BYTES, 2**62)
-        if self.topology is not None and not isinstance(self.topology, Topology):
-            raise ArgumentError(f"topology must be a Topology, not {type(self.topology).__name__}")
+        if self.topology is not None:
+            check_topology(self.topology)
 
     @property
     def staging_bytes(self) -> int:

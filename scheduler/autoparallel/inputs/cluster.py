@@ -15,6 +15,7 @@ from reshard.errors import ArgumentError, TopologyError
 from reshard.formatting import brief, format_names
 from reshard.sharding import check_integer
 from reshard.topology import Topology, topology_to_json
+from reshard.topology.topology import check_topology
 
 #: A cluster with less memory per device is refused: its unit is probably wrong.
 MIN_MEMORY_BYTES = 1 << 20
@@ -49,8 +50,7 @@ class Cluster:
     device_types: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.topology, Topology):
-            raise ArgumentError(f"the topology of a Cluster must be a Topology, not {type(self.topology).__name__}")
+        check_topology(self.topology, "the topology of a Cluster")
         count = len(self.topology.host_of_rank)
         if type(self.num_ranks) is not int or not 0 <= self.num_ranks <= count or not count:
             raise TopologyError(f"the topology has {count} ranks, but the cluster should have {self.num_ranks}")

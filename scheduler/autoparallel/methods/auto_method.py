@@ -404,6 +404,13 @@ def _why_refused(problem: SearchProblem, grid: GridShape) -> str:
     return f"layer {name!r} cannot be on grid={'x'.join(map(str, grid))}: {reason}"
 
 
+def _what_rules_forbid(problem: SearchProblem) -> str:
+    """The end of an error: choices that take less memory, and that the rules forbid."""
+    forbidden = [] if True in problem.rules.recompute else ["recomputation"]
+    forbidden += [] if 3 in problem.rules.zero else ["ZeRO 3"]
+    return f"; or allow {' and '.join(forbidden)}" if forbidden else ""
+
+
 def why_nothing_fits(problem: SearchProblem) -> str:
     """The reason why no training plan uses all devices: the memory that one lacks, or why no stage is possible."""
     total, short = problem.cluster.num_ranks, smallest_shortages(problem)
@@ -415,7 +422,7 @@ def why_nothing_fits(problem: SearchProblem) -> str:
             f"nothing fits: with {lacks.nbytes / 1e9:.3g} GB more memory on each device, this does: "
             f"{lacks.candidate.text}; its stage {lacks.stage} needs {(limit + lacks.nbytes) / 1e9:.4g} GB of "
             f"{limit / 1e9:.4g}, with one microbatch of {count_of(problem.num_samples // count, 'sample')} in flight; "
-            "use more devices or memory, fewer samples, or allow recomputation and ZeRO 3"
+            f"use more devices or memory, or fewer samples{_what_rules_forbid(problem)}"
         )
     max_tp = max(layer.tp_limit for layer in problem.graph.layers)
     if problem.rules.min_tp > max_tp:
