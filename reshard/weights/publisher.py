@@ -277,11 +277,11 @@ class Publisher:
 
     def close(self) -> None:
         """Stop publishing. Engines keep their versions."""
-        if not self._team.is_closed:
-            if self._handle is not None and not self._handle.done() and self._failure is None:
-                with contextlib.suppress(ReshardError):
-                    self._handle.wait(self._timeout_seconds)
-            self._team.close()
+        is_usable = not self._team.is_closed and self._failure is None
+        if is_usable and self._handle is not None and not self._handle.done():
+            with contextlib.suppress(ReshardError):
+                self._handle.wait(self._timeout_seconds)
+        self._team.close()
 
     def __enter__(self) -> Publisher:
         return self

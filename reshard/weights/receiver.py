@@ -27,6 +27,9 @@ from reshard.weights.model.verify import Checker, RegionDigests
 from reshard.weights.routes.encoded_transfers import EncodedTransfers
 from reshard.weights.routes.route import Route, RouteOptions
 
+#: How long ``update`` waits for the digests of a version that has arrived in the model.
+CONFIRM_SECONDS = 5.0
+
 #: A function that one thread runs on behalf of another, and its result.
 DeferredCall = tuple[Callable[[], None], Future[None]]
 
@@ -61,6 +64,7 @@ class Receiver:
         self._problem = ""  # why the last version did not arrive
         self._waiting: list[int] = []  # attempts for which threads of the user wait in ``update``
         self._is_receiving = False  # into the model
+        self._confirm_deadline: float | None = None  # of the digests of what has arrived there; None while it arrives
         self.last_swap = -1
         self._given_up: tuple[int, ReshardError] | None = None
         self._changed = threading.Condition()
@@ -100,37 +104,46 @@ class Receiver:
         deadline = time.monotonic() + seconds
         interrupt: BaseException | None = None
         call: DeferredCall | None = None
-        with self._changed:
-            self._waiting.append(attempt)
-            self._changed.notify_all()
-            try:
-                while True:
+        try:
+            with self._changed:
+                self._waiting.append(attempt)
+                self._changed.notify_all()
+            while True:
+                with self._changed:
                     self._changed.wait_for(
                         lambda: self._has_ended(attempt) or self._deferred is not None,
                         max(0.0, deadline - time.monotonic()),
                     )
                     call, self._deferred = self._deferred, None
-                    if call is None:
-                        break
-                    self._changed.release()
-                    try:
-                        interrupt = _run(*call) or interrupt
-                    finally:
-                        self._changed.acquire()
-                self._changed.wait_for(lambda: not self._is_receiving or self._failure is not None)
-            except BaseException as error:
-                if call is not None:
-                    self._put_back(call, error)
-                raise
-            finally:
-                self._waiting.remove(attempt)
-            if interrupt is not None:
-                raise interrupt
+                if call is None:
+                    break
+                interrupt = _run(*call) or interrupt
+            self.wait_until_arrived()
+        except BaseException as error:
+            if call is not None:
+                self._put_back(call, error)
+            raise
+        finally:
+            with self._changed:
+                if attempt in self._waiting:
+                    self._waiting.remove(attempt)
+        if interrupt is not None:
+            raise interrupt
+        with self._changed:
             if self.last_swap < attempt:
                 self.check_usable()
                 if self._given_up is not None and self._given_up[0] >= attempt:
                     raise self._given_up[1]
             return self.last_swap >= attempt
+
+    def wait_until_arrived(self) -> None:
+        """Wait while a version arrives in the model, and then for its digests, which may never come."""
+        with self._changed:
+            while self._is_receiving and self._failure is None:
+                left = None if self._confirm_deadline is None else self._confirm_deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._changed.wait(left)
 
     def _put_back(self, call: DeferredCall, error: BaseException) -> None:
         """Put back a call that an exception has kept this thread from making. A call that has begun has failed."""
@@ -138,7 +151,8 @@ class Receiver:
         if future.running():
             future.set_exception(RemoteError(f"{type(error).__name__} while it installed a version"))
         elif not future.done():
-            self._deferred = call
+            with self._changed:
+                self._deferred = call
 
     def _has_ended(self, attempt: int) -> bool:
         is_given_up = self._given_up is not None and self._given_up[0] >= attempt
@@ -210,9 +224,13 @@ class Receiver:
             self._arrived = message["version"]
             assert self._checker is not None
             self._landed = self._checker.digest_target(self._shadow, self._team.rank)
+            with self._changed:
+                self._confirm_deadline = time.monotonic() + CONFIRM_SECONDS
+                self._changed.notify_all()
         except Exception as error:
             self._arrived, self._problem = None, str(error)
             self.close()
+            self._end_receiving()
         if "holder" in message:  # no trainer will send digests
             self._verify_version(message)
 
@@ -238,7 +256,7 @@ class Receiver:
             with self._changed:
                 if not self._changed.wait_for(self._waits_for_version, seconds):
                     raise TransferTimeoutError(f"update was not called within {seconds:g} s, which a version needs")
-                self._is_receiving = True
+                self._is_receiving, self._confirm_deadline = True, None
             return {}
 
         try:
@@ -365,6 +383,8 @@ class Receiver:
         with self._changed:
             self.swap_error, self.last_swap = error, message["attempt"]
             self._changed.notify_all()
+        if self._leader is not None and error is not None and not self._installer.keeps_last:
+            self._leader.forget_swap()
 
     def _install(self, arrays: TensorsByName, values: Mapping[str, Value], digests: RegionDigests) -> None:
         """Install a version. If that fails on one rank, all ranks raise its error."""
@@ -474,6 +494,10 @@ class _Leader:
             self._fetch()
             return
         self._swap_if_wanted()
+
+    def forget_swap(self) -> None:
+        """Let a swap that has failed be made again. A loader that has failed waits for another version instead."""
+        self._given = None
 
     def _swap_if_wanted(self) -> None:
         if self._complete is None or (self._given is not None and self._complete <= self._given):

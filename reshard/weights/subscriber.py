@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.coordination import describe_error, mark_published, publish_exceptions, rebuild_error
+from reshard.coordination.groups.store import StoreSilentError
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.sharding import MAX_RANK, check_integer
 from reshard.timeouts import DEFAULT_JOIN_SECONDS, DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -173,7 +174,7 @@ class Subscriber:
         except BaseException as error:
             mark_published(error)
             if receiver.last_swap == last_swap:  # after a swap, the other ranks wait for nothing
-                self._leave(error)
+                self._leave(self._team.left_error(error))
             raise
 
     def _wait_for_swap(self, seconds: float) -> None:
@@ -193,6 +194,15 @@ class Subscriber:
             raise left.error from None
         except ReshardError as failed:  # on all ranks alike, or the thread has failed
             error = failed
+        except StoreSilentError:  # a message to the others may still leave, so this rank must end the attempt
+            error = TransferTimeoutError(
+                f"rank {self._team.rank} of the engine: the store that trainer and engines share did not answer in "
+                f"{seconds:g} s; the model {self._describe_version()}"
+            )
+            self._leave(error)
+            if receiver.last_swap == attempts.number:
+                return
+            raise error from None
         except RuntimeError as lost:
             raise lost_store_error(lost) from lost
         decided = None
@@ -210,13 +220,14 @@ class Subscriber:
         with contextlib.suppress(RuntimeError):  # the store is lost
             if self._team.roster.publisher() is None:
                 return f"has no version, and no Publisher of the name {self._team.name!r} has come to this store"
-        return "has no version yet"
+        return "has no whole version"
 
-    def _leave(self, error: BaseException) -> None:
-        """End the call on all ranks, because an exception has ended it on this one."""
+    def _leave(self, error: ReshardError) -> None:
+        """End the call on all ranks with an error, unless they swap. Nothing arrives in the model afterwards."""
         with contextlib.suppress(RuntimeError, ReshardError):  # the store is lost, and so are the calls of all ranks
-            if not self._attempts.leave(self._team.left_error(error), self._receiver.last_swap):
+            if not self._attempts.leave(error, self._receiver.last_swap):
                 self._receiver.wait_for_swap(self._attempts.number, AGREE_SECONDS)
+        self._receiver.wait_until_arrived()
 
     def close(self) -> None:
         """Stop receiving. The model keeps its version."""

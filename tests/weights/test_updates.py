@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
 import pytest
+import torch.distributed as dist
 
-from reshard.errors import ArgumentError, TransferTimeoutError
-from reshard.testing.processes import run_processes
+from reshard.coordination.groups.store import StoreSilentError
+from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
+from reshard.testing.processes import LaunchError, run_processes
 from reshard.weights import Publisher, Subscriber
 from reshard.weights.model import verify
 from reshard.weights.receiver import Receiver
+from reshard.weights.sender import Sender
 from tests.support.pausable_store import PausableStore
 from tests.support.versioned_models import connect, is_version, make_model, set_version, wait_for_key
 
@@ -139,3 +144,105 @@ def _interrupted_after_swap(rank, _, store):
 def test_interrupt_after_a_swap_leaves_the_next_update_alone():
     with PausableStore(3) as store:
         run_processes(_interrupted_after_swap, 3, store, init_group=False, timeout_seconds=90)
+
+
+start = Sender._start
+
+
+def _dying_trainer(rank, _, store):
+    """Ranks 1 and 2 are an engine without memory for a shadow. The trainer is killed while version 2 is on its way."""
+    if rank == 0:
+        Sender._start = lambda self, route, message: (
+            os.kill(os.getpid(), signal.SIGKILL) if message["version"] == 2 else start(self, route, message)
+        )
+        _publish(store, [["ready1", "ready2"], ["updated1", "updated2"]])
+        return None
+    raw = connect(store, ("engine", rank - 1), rank, 2)
+    model = make_model(2)
+    with Subscriber(model, raw, mode="in_place", timeout_seconds=20) as subscriber:
+        raw.set(f"ready{rank}", "")
+        assert subscriber.update(60) == 1 and is_version(model, 1)
+        raw.set(f"updated{rank}", "")
+        begun = time.monotonic()
+        with pytest.raises(ReshardError):
+            subscriber.update(3)
+        assert subscriber.version is None
+        return time.monotonic() - begun
+
+
+def test_update_in_place_ends_if_the_trainer_is_killed_while_a_version_arrives():
+    with PausableStore(3) as store, pytest.raises(LaunchError) as caught:
+        run_processes(_dying_trainer, 3, store, init_group=False, timeout_seconds=90, grace_seconds=60)
+    assert sorted(caught.value.results) == [1, 2] and max(caught.value.results.values()) < 30
+
+
+def _update_or_name(subscriber, seconds):
+    try:
+        return subscriber.update(seconds)
+    except (ReshardError, KeyboardInterrupt) as error:
+        return type(error).__name__
+
+
+def _disturbed(rank, _, store, disturb):
+    """Ranks 1 and 2 are an engine. The first ``update`` for version 2 is disturbed on rank 2."""
+    if rank == 0:
+        _publish(store, [["ready1", "ready2"], ["updated1", "updated2"]])
+        return None
+    raw = connect(store, ("engine", rank - 1), rank, 2)
+    model = make_model(2)
+    with Subscriber(model, raw) as subscriber:
+        raw.set(f"ready{rank}", "")
+        assert subscriber.update(60) == 1 and is_version(model, 1)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if rank == 2:
+                disturb(monkeypatch, subscriber)
+            raw.set(f"updated{rank}", "")
+            results = [_update_or_name(subscriber, 5)]
+        if results != [2]:
+            results.append(subscriber.update(60))
+        assert is_version(model, 2)
+        raw.set(f"ended{rank}", "")
+    return results
+
+
+def _interrupt_the_swap(monkeypatch, subscriber):
+    def install(*arguments):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subscriber._receiver._installer, "install", install)
+
+
+def _silence_the_store(monkeypatch, subscriber):
+    """The store answers no more after this rank has posted that it waits."""
+    begin = subscriber._attempts.begin
+
+    def silent(seconds):
+        monkeypatch.undo()
+        begin(seconds)
+        raise StoreSilentError("the store did not answer")
+
+    monkeypatch.setattr(subscriber._attempts, "begin", silent)
+
+
+@pytest.mark.parametrize("disturb", [_interrupt_the_swap, _silence_the_store])
+def test_update_works_after_a_call_that_was_disturbed_on_one_rank(disturb):
+    with PausableStore(3) as store:
+        _, first, second = run_processes(_disturbed, 3, store, disturb, init_group=False, timeout_seconds=90)
+    assert first[-1] == second[-1] == 2 and len(first) == len(second)
+
+
+def test_close_after_an_interrupted_close_ends_the_thread(monkeypatch):
+    model = make_model(1)
+    subscriber = Subscriber(model, dist.HashStore())
+    thread = subscriber._team._thread
+
+    def join(seconds):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(thread, "join", join)
+    with pytest.raises(KeyboardInterrupt):
+        subscriber.close()
+    subscriber.close()
+    assert not thread.is_alive()

@@ -63,7 +63,7 @@ class Attempts:
             self.number += 1
         return decided
 
-    def leave(self, error: RemoteError, swapped: int) -> bool:
+    def leave(self, error: ReshardError, swapped: int) -> bool:
         """End the attempt in which other ranks wait for this one, or will wait.
 
         Args:

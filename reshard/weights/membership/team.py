@@ -126,7 +126,7 @@ class Team:
         self._survivors: tuple[tuple[int, ...], Group] | None = None
         self._thread: threading.Thread | None = None
         self._ordered: deque[MailboxMessage] = deque()  # of order_all, on which this rank has not acted yet
-        self.is_closed = False
+        self.is_closed = self._is_released = False
 
     @property
     def is_leader(self) -> bool:
@@ -273,7 +273,7 @@ class Team:
 
     def close(self) -> None:
         """End the thread. The mailboxes stay in the store."""
-        if self.is_closed:
+        if self._is_released:
             return
         self.is_closed = True
         atexit.unregister(self.close)
@@ -282,3 +282,4 @@ class Team:
                 self.outbox.post(self.address(self.rank), {"kind": "close"})
             self._thread.join(CLOSE_SECONDS)
         self.store.close()
+        self._is_released = True  # last, so that a call after an interrupt does the rest
