@@ -140,7 +140,7 @@ class Subscriber:
         """The version that the model holds; None before the first update, and if a swap has failed."""
         return self._receiver.installed_version
 
-    @publish_exceptions(lambda error, args, _: args[0]._leave(error))
+    @publish_exceptions(lambda error, args, _: args[0]._leave(args[0]._team.left_error(error)))
     def update(self, timeout_seconds: float = 60.0) -> int:
         """Wait for a version that is newer than that of the model, and swap it in. Every rank of the engine calls it.
 
@@ -159,11 +159,11 @@ class Subscriber:
             ReshardError: ``load_weights`` has failed. ``version`` is the one that was loaded again, or None.
             ArgumentError: the model does not fit that of the trainer.
         """
-        seconds = check_timeout(timeout_seconds)
-        if self._team.is_closed:
-            raise ArgumentError("this Subscriber is closed")
         receiver, last_swap = self._receiver, self._receiver.last_swap
         try:
+            seconds = check_timeout(timeout_seconds)
+            if self._team.is_closed:
+                raise ArgumentError("this Subscriber is closed")
             self._wait_for_swap(seconds)
             if receiver.swap_error is not None:
                 raise rebuild_error(*describe_error(receiver.swap_error))
