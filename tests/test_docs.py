@@ -23,7 +23,7 @@ from reshard.codecs.formats import FORMATS
 from reshard.errors import ArgumentError
 from reshard.planner.strategy_registry import STRATEGIES, find_strategy
 from reshard.testing import run_processes
-from reshard.topology import Topology
+from reshard.topology import MACHINES, Topology
 from tests.support.pages import DOCS, PAGES, ROOT, code_blocks, table
 
 #: Imported here once, so that forked processes need not import them.
@@ -174,6 +174,11 @@ def test_tables_list_every_lossless_format_and_every_number_of_a_topology():
     rows = table(DOCS / "concepts.md", "| key of the topology | meaning |")
     numbers = {field.name for field in dataclasses.fields(Topology) if field.name.endswith(("_seconds", "_bytes"))}
     assert numbers <= {name.strip("`") for name, _ in rows}
+
+
+def test_the_page_of_concepts_names_every_preset_of_a_machine():
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    assert [name for name in MACHINES if f"`{name}`" not in page] == []
 
 
 def test_the_glossary_has_each_term_once_in_alphabetical_order():

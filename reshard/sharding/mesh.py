@@ -208,7 +208,7 @@ def _axis_names(axes: Sequence[str] | None, count: int) -> list[str]:
     if isinstance(axes, str) or not isinstance(axes, Sequence) or not all(isinstance(name, str) for name in axes):
         raise MeshError(f"axes must be a sequence of names, not {brief(axes)}")
     if len(axes) != count:
-        raise MeshError(f"{len(axes)} axis names for {count_of(count, 'axis')}")
+        raise MeshError(f"axes are {brief(axes)}, but the mesh has {count_of(count, 'axis')}; give each one a name")
     for name in axes:
         if list(axes).count(name) > 1:
             raise MeshError(f"axis {name!r} appears {list(axes).count(name)} times; axis names must be distinct")
