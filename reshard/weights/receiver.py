@@ -183,6 +183,7 @@ class Receiver:
             if not message.get("relayed"):
                 if kind == "receive" and self._leader is not None:
                     self._leader.begin_receiving()
+                    message = {**message, "inner": self._leader.inner_number}
                 self._team.order_all({**message, "relayed": True})
             else:
                 _HANDLERS[kind](self, message)
@@ -211,6 +212,7 @@ class Receiver:
         """Receive a version into the shadow."""
         self._arrived, self._decoding = None, {}
         try:
+            self._team.renew_inner_group(message["inner"])
             route = self._find_route(message)
             if isinstance(self._installer, ReceiveInPlace):
                 self._wait_for_update()
@@ -459,6 +461,7 @@ class _Leader:
         self._complete: int | None = None
         self._given: int | None = None  # the last version that was swapped in
         self._asked: list[str] = []  # engines that were asked for the last version
+        self.inner_number = 0  # of the inner group in which the next version arrives
 
     def handle_message(self, message: MailboxMessage) -> None:
         """Do what a message asks for."""
@@ -485,6 +488,8 @@ class _Leader:
     ) -> None:
         """Note that all ranks hold a version, or why they do not; and the seconds of the slowest rank by format."""
         self._complete = complete
+        if failed is not None:
+            self.inner_number += 1  # the ranks may be out of sync: one of them may have stood still
         self._team.roster.set_held(self._team.id, complete)
         if "reply" in message:
             answer = {"kind": "held", "engine": self._team.id, "version": message["version"], "failed": failed}
@@ -498,6 +503,7 @@ class _Leader:
     def forget_swap(self) -> None:
         """Let a swap that has failed be made again. A loader that has failed waits for another version instead."""
         self._given = None
+        self.inner_number += 1
 
     def _swap_if_wanted(self) -> None:
         if self._complete is None or (self._given is not None and self._complete <= self._given):
@@ -529,7 +535,7 @@ class _Leader:
             message |= {"route": route, "engines": [self._team.id]}
             self._team.outbox.post(engine.address(), {"kind": "serve", **message})
             self.begin_receiving()
-            self._team.order_all({"kind": "receive", "relayed": True, **message})
+            self._team.order_all({"kind": "receive", "relayed": True, "inner": self.inner_number, **message})
             return
         trainer = roster.publisher()
         if trainer is not None:

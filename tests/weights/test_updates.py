@@ -13,7 +13,7 @@ import torch.distributed as dist
 from reshard.coordination.groups.store import StoreSilentError
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.testing.processes import LaunchError, run_processes
-from reshard.weights import Publisher, Subscriber
+from reshard.weights import Publisher, Subscriber, receiver
 from reshard.weights.model import verify
 from reshard.weights.receiver import Receiver
 from reshard.weights.sender import Sender
@@ -230,6 +230,45 @@ def test_update_works_after_a_call_that_was_disturbed_on_one_rank(disturb):
     with PausableStore(3) as store:
         _, first, second = run_processes(_disturbed, 3, store, disturb, init_group=False, timeout_seconds=90)
     assert first[-1] == second[-1] == 2
+
+
+def _out_of_sync(rank, _, store):
+    """Ranks 1 and 2 are an engine. When the ranks compare the digests of version 2, rank 2 does not take part."""
+    if rank == 0:
+        raw, model = connect(store, (), 0, 1), make_model(1)
+        with Publisher(model, raw) as publisher:
+            wait_for_key(raw, "ready1"), wait_for_key(raw, "ready2")
+            reports = []
+            for version in (1, 2):
+                set_version(model, version)
+                reports += publisher.publish(version).wait(60).engines.values()
+            wait_for_key(raw, "ended1"), wait_for_key(raw, "ended2")
+        return reports
+    raw, model = connect(store, ("engine", rank - 1), rank, 2), make_model(2)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(receiver, "AGREE_SECONDS", 1.0)
+        compare, left = receiver.run_collectively, [1]
+
+        def compare_or_fail(group, function, purpose, *others):
+            if rank == 2 and purpose == "verifies a version" and subscriber._receiver._arrived == 2 and left:
+                left.clear()
+                raise TransferTimeoutError("this rank stood still")
+            return compare(group, function, purpose, *others)
+
+        monkeypatch.setattr(receiver, "run_collectively", compare_or_fail)
+        with Subscriber(model, raw, timeout_seconds=2) as subscriber:
+            raw.set(f"ready{rank}", "")
+            while subscriber.version != 2:
+                _update_or_name(subscriber, 60)
+            assert is_version(model, 2) and not (rank == 2 and left)
+            raw.set(f"ended{rank}", "")
+    return None
+
+
+def test_an_engine_whose_ranks_were_out_of_sync_receives_versions_again():
+    with PausableStore(3) as store:
+        reports = run_processes(_out_of_sync, 3, store, init_group=False, timeout_seconds=100)[0]
+    assert reports == ["", ""]
 
 
 def test_close_after_an_interrupted_close_ends_the_thread(monkeypatch):

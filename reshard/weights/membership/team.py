@@ -123,6 +123,8 @@ class Team:
             raise
         self.id: str = reports[0]["token"]
         self._inner: Group | None = None
+        self._inner_number = 0  # of the groups that were made one after another
+        self._first_inner: Group | None = None  # shows others that this process lives, also after it has failed
         self._survivors: tuple[tuple[int, ...], Group] | None = None
         self._thread: threading.Thread | None = None
         self._ordered: deque[MailboxMessage] = deque()  # of order_all, on which this rank has not acted yet
@@ -202,8 +204,22 @@ class Team:
     def inner_group(self) -> Group:
         """The group of the ranks for calls of the team's thread."""
         if self._inner is None:
-            self._inner = join(ranks_store(self.raw, self.kind, self.id), self.rank, self.size)
+            store: dist.Store = ranks_store(self.raw, self.kind, self.id)
+            if self._inner_number:
+                store = dist.PrefixStore(f"again{self._inner_number}", store)
+            self._inner = join(store, self.rank, self.size)
         return self._inner
+
+    def renew_inner_group(self, number: int) -> None:
+        """Replace the inner group, unless it has this number: an error may have put its ranks out of sync."""
+        if number == self._inner_number:
+            return
+        if self._inner is not None and self._inner_number:
+            with contextlib.suppress(Exception):  # the group has failed
+                self._inner.close()
+        elif self._inner is not None:
+            self._first_inner = self._inner
+        self._inner, self._inner_number = None, number
 
     def group_of(self, ranks: Sequence[int], key: str) -> Group:
         """A group of some of the ranks for calls of the team's thread.
@@ -259,9 +275,10 @@ class Team:
             finally:
                 end()
                 self._close_survivors()
-                if self._inner is not None:
-                    with contextlib.suppress(Exception):
-                        self._inner.close()
+                for inner in (self._first_inner, self._inner):
+                    if inner is not None:
+                        with contextlib.suppress(Exception):
+                            inner.close()
 
         self._thread = threading.Thread(target=run, name=f"reshard-{self.kind}", daemon=True)
         try:
