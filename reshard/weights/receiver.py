@@ -118,7 +118,9 @@ class Receiver:
                 if call is None:
                     break
                 interrupt = _run(*call) or interrupt
-            self.wait_until_arrived()
+            with self._changed:  # no version begins to arrive between the two
+                self.wait_until_arrived()
+                self._waiting.remove(attempt)
         except BaseException as error:
             if call is not None:
                 self._put_back(call, error)
