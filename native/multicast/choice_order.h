@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <map>
 #include <tuple>
@@ -26,12 +27,11 @@ class ChoiceOrder {
     // Begins with the heaviest sends between some senders and some receivers.
     void start(const std::vector<End> &senders, const std::vector<End> &receivers, int64_t num_hosts) {
         senders_.clear(), receivers_.clear(), groups_.clear();
-        // Each end is in two classes: for sends inside its pod, and for sends between pods.
         for (const End &end : senders)
-            for (const Key &key : {Key{end.pod, end.worth, 0}, Key{ANY, end.worth, end.uplink}})
+            for (const Key &key : keys_of(end))
                 senders_.try_emplace(key, num_hosts).first->second.set(end.host);
         for (size_t j = 0; j < receivers.size(); ++j)
-            for (const End &end = receivers[j]; const Key &key : {Key{end.pod, end.worth, 0}, Key{ANY, end.worth, end.uplink}})
+            for (const Key &key : keys_of(receivers[j]))
                 receivers_[key].push_back(j);
         for (const auto &[of_senders, from] : senders_)
             for (const auto &[of_receivers, to] : receivers_) {
@@ -84,6 +84,11 @@ class ChoiceOrder {
     std::vector<Group> groups_;                   // heaviest first
     std::vector<std::pair<size_t, size_t>> rows_; // of the current weight: a receiver, and a group that has it
     size_t end_ = 0, row_ = 0, next_row_ = 0;     // end_: of the groups of the current weight
+
+    // Each end is in two classes: for sends inside its pod, and for sends between pods.
+    static std::array<Key, 2> keys_of(const End &end) {
+        return {Key{end.pod, end.worth, 0}, Key{ANY, end.worth, end.uplink}};
+    }
 
     template <typename F> void next_weight(F skip) {
         rows_.clear(), next_row_ = 0;

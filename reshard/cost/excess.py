@@ -86,7 +86,8 @@ def _help_with_latency(plan: Plan) -> str:
     message = _mean_message_bytes(plan)
     if not message:
         return larger
-    gathered = "; or strategy gathered_multicast, if CPUs are idle" if plan.strategy != "gathered_multicast" else ""
+    can_gather = plan.strategy != "gathered_multicast" and len(set(topology.host_of_rank)) < len(topology.host_of_rank)
+    gathered = "; or strategy gathered_multicast, if CPUs are idle" if can_gather else ""
     rates = [nic.egress_bytes_per_second for host in topology.hosts for nic in host.nics]
     seconds = format_seconds(message / max(rates))
     return (

@@ -197,7 +197,7 @@ class Subscriber:
         except StoreSilentError:  # a message to the others may still leave, so this rank must end the attempt
             error = TransferTimeoutError(
                 f"rank {self._team.rank} of the engine: the store that trainer and engines share did not answer in "
-                f"{seconds:g} s; the model {self._describe_version()}"
+                f"{seconds:g} s; the model is unchanged"
             )
             self._leave(error)
             if receiver.last_swap == attempts.number:

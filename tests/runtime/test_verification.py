@@ -50,9 +50,12 @@ def test_hops_pair_forwarded_with_received_messages():
     plan = reshard.make_plan(
         Layout(Mesh([4])), Layout(Mesh([1, 7])), (8,), "int8", strategy="broadcast_naive", topology=Topology((0,) * 8)
     )
-    hops = MessageDigests(plan)
-    assert (hops.sender.tolist(), hops.receiver.tolist()) == ([4, 7], [7, 1])
-    assert (hops.forwards.tolist(), hops.brought_by.tolist()) == ([1], [0])  # hop 0 brings the data that hop 1 forwards
+    messages = MessageDigests(plan)
+    assert (messages.sender.tolist(), messages.receiver.tolist()) == ([4, 7], [7, 1])
+    assert (messages.forwards.tolist(), messages.brought_by.tolist()) == (
+        [1],
+        [0],
+    )  # hop 0 brings the data that hop 1 forwards
 
 
 @pytest.mark.parametrize("side", ["sent", "received"])
@@ -107,7 +110,7 @@ class _Recording(MemoryTransport):
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_comparison_waits_for_every_posted_operation(is_wrong):
     plan = reshard.make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([2])), (8,), "int8", strategy="send_recv")
-    hops, hub = MessageDigests(plan), MemoryHub()
+    messages, hub = MessageDigests(plan), MemoryHub()
 
     def compare(rank):
         digests, transport, waited = TransferDigests(), _Recording(hub, rank), []
@@ -120,7 +123,7 @@ def test_comparison_waits_for_every_posted_operation(is_wrong):
             waited.append(work)
 
         try:
-            compare_digests(hops, rank, digests, transport, 7, wait)
+            compare_digests(messages, rank, digests, transport, 7, wait)
             text = ""
         except reshard.errors.VerificationError as error:
             text = str(error)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from reshard.errors import ArgumentError, RemoteError, ReshardError, TransferTimeoutError
+from reshard.errors import ArgumentError, LayoutError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.testing.processes import LaunchError, run_processes
 from reshard.topology import Host, Link, Topology
 from reshard.weights import Publisher, PublishReport, Subscriber, publisher as publisher_module
@@ -383,6 +383,11 @@ def _fused_shards(rank, _, store):
     regions = [(row, (0, 6)) for row in rows]
     with pytest.raises(ArgumentError, match=r"has regions of shape \[6, 6\], but the tensor has shape \[8, 6\]"):
         Subscriber(model, raw, shards={name: ((16, 6), regions[:2])})
+    past = [*regions[:2], ((14 + 2 * at, 16 + 2 * at), (0, 6))]  # of rank 1 of the engine
+    with pytest.raises(
+        LayoutError, match=r"rank 1: shards\['attn.qkv_proj.weight'\]: region \[16:18, 0:6\] reaches past"
+    ):
+        Subscriber(model, raw, shards={name: ((16, 6), past)})
     with pytest.raises(ArgumentError, match="shards names 'qkv', which the model does not have"):
         Subscriber(model, raw, shards={"qkv": ((16, 6), regions)})
     for bad in (((16, 6), [((0, "x"), (0, 6))]), ((16, 6), 3), 7, ((16, 6), [])):

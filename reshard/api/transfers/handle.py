@@ -107,8 +107,8 @@ class Handle:
 
     def __repr__(self) -> str:
         error = self._state.error
-        state = "in progress" if not self.done() else "done" if error is None else type(error).__name__
-        return f"Handle(transfer {self._state.generation} of {describe_ranks(self.members)}: {state})"
+        progress = "in progress" if not self.done() else "done" if error is None else type(error).__name__
+        return f"Handle(transfer {self._state.generation} of {describe_ranks(self.members)}: {progress})"
 
     def __reduce__(self) -> Any:
         raise ArgumentError("the handle of a transfer cannot be copied or pickled")

@@ -292,7 +292,7 @@ class QueuedTransfers:
             posted: see :meth:`_post`.
 
         Returns:
-            The event that ends the state. After an error it is set already. The caller sets it when it no longer
+            The event of the end of the transfer. After an error it is set already. The caller sets it when it no longer
             refers to the handle: if its user then drops the handle, nobody will wait for the result.
         """
         try:

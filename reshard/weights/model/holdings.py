@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from reshard.api.arrays.dtensors import is_dtensor
 from reshard.api.arrays.tensor_checks import find_storage_problem
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, LayoutError
 from reshard.sharding import Box, Layout, Mesh, RegionLayout, check_shape
 
 #: Values of a nested state dict that are not tensors.
@@ -212,12 +212,11 @@ def _check_shard(name: str, local_shape: tuple[int, ...], shape: tuple[int, ...]
     """Raise ArgumentError unless a local array holds these regions of a tensor."""
     if not boxes and 0 in local_shape:
         return
-    layout = RegionLayout({0: boxes}, join_dim=join_dim(boxes), ndim=len(shape))
-    for box in boxes:
-        if len(box) != len(shape) or any(not 0 <= lo <= hi <= size for (lo, hi), size in zip(box, shape, strict=True)):
-            region = ", ".join(f"{lo}:{hi}" for lo, hi in box)
-            raise ArgumentError(f"shards[{name!r}] has the region [{region}], which is not inside {list(shape)}")
-    layout.check_fits(shape)
+    try:
+        layout = RegionLayout({0: boxes}, join_dim=join_dim(boxes), ndim=len(shape))
+        layout.check_fits(shape)
+    except LayoutError as error:  # of rank 0 of this layout, whatever the rank of the caller
+        raise LayoutError(f"shards[{name!r}]: {str(error).removeprefix('rank 0: ')}") from None
     if local_shape != layout.joined_shape(0):
         raise ArgumentError(
             f"shards[{name!r}] has regions of shape {list(layout.joined_shape(0))}, but the tensor has shape "

@@ -387,8 +387,8 @@ def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
             if step_bound(problem, candidate) >= target:
                 continue  # no schedule can make it better
             left -= 3 * candidate.num_microbatches * len(candidate.stages)
-            has_others = can_split(candidate) != can_split(best.candidate)
-            has_others |= num_recomputed(candidate) > num_recomputed(best.candidate)
+            frees_memory = num_recomputed(candidate) > num_recomputed(best.candidate)
+            has_others = frees_memory or can_split(candidate) != can_split(best.candidate)
             only = None if has_others else best.schedule_name
             evaluation = evaluate(problem, candidate, below_seconds=target, only=only)
             if evaluation is not None:
