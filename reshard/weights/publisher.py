@@ -18,7 +18,7 @@ from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.formatting import count_of, format_bytes, format_seconds
 from reshard.timeouts import DEFAULT_JOIN_SECONDS, DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
-from reshard.weights.membership.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
+from reshard.weights.membership.team import AGREE_SECONDS, Team, leave_opening, lost_store_error, run_collectively
 from reshard.weights.model.holdings import ShardRegions, StateReader
 from reshard.weights.model.manifest import merge_states, state_of_rank
 from reshard.weights.model.quantize import Quantize, Quantizer
@@ -149,6 +149,7 @@ class Publisher:
         ArgumentError: an argument does not fit, or another trainer publishes this name; on all ranks alike.
     """
 
+    @publish_exceptions(leave_opening)
     def __init__(
         self,
         model: Any,

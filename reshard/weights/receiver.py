@@ -255,16 +255,27 @@ class Receiver:
     def _wait_for_update(self) -> None:
         """Wait until all ranks are in ``update``; their models hold no whole version from then on."""
         seconds = self._options.join_seconds
+        deadline = time.monotonic() + seconds
 
         def wait() -> dict[str, Any]:
             with self._changed:
-                if not self._changed.wait_for(self._waits_for_version, seconds):
+                if not self._changed.wait_for(self._waits_for_version, max(0.0, deadline - time.monotonic())):
                     raise TransferTimeoutError(f"update was not called within {seconds:g} s, which a version needs")
-                self._is_receiving, self._confirm_deadline = True, None
             return {}
 
+        def begin() -> dict[str, Any]:
+            with self._changed:
+                self._is_receiving, self._confirm_deadline = self._waits_for_version(), None
+            return {"waits": self._is_receiving}
+
+        group, purpose = self._team.inner_group(), "receives a version in place"
         try:
-            run_collectively(self._team.inner_group(), wait, "receives a version in place", seconds + AGREE_SECONDS)
+            while True:
+                run_collectively(group, wait, purpose, seconds + AGREE_SECONDS)
+                begun = run_collectively(group, begin, purpose, AGREE_SECONDS)  # all ranks are here
+                if all(report["waits"] for report in begun.values()):
+                    break
+                self._end_receiving()  # the limit of a rank was up, so that all leave this call of update
         except ReshardError:
             self._end_receiving()
             raise

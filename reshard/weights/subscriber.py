@@ -17,7 +17,7 @@ from reshard.topology import Topology
 from reshard.weights.install import CopyAsRecorded, CopyIntoModel, Installer, LoadThroughEngine, ReceiveInPlace
 from reshard.weights.mapping.rules import Rule, check_rules
 from reshard.weights.membership.attempts import AttemptLeftError, Attempts
-from reshard.weights.membership.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
+from reshard.weights.membership.team import AGREE_SECONDS, Team, leave_opening, lost_store_error, run_collectively
 from reshard.weights.model.holdings import ShardRegions, read_state
 from reshard.weights.model.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.receiver import Receiver
@@ -63,6 +63,7 @@ class Subscriber:
         ArgumentError: an argument does not fit; on all ranks alike.
     """
 
+    @publish_exceptions(leave_opening)
     def __init__(
         self,
         model: Any,

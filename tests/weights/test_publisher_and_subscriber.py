@@ -471,13 +471,14 @@ def _store_dies(rank, _, store):
     side = Publisher(model, raw) if rank == 0 else Subscriber(model, raw)
     if rank == 0:
         side.publish(1).wait(60)
-        time.sleep(1.0)
+        wait_for_key(raw, "updated")
         os.kill(store.pid, signal.SIGKILL)
         time.sleep(1.0)
         with pytest.raises(RemoteError, match="the store that trainer and engines share is lost"):
             side.publish(2).wait(30)
     else:
         assert side.update(60) == 1
+        raw.set("updated", "")
         with pytest.raises(RemoteError, match="the store"):
             side.update(30)
         assert side.version == 1 and is_version(model, 0)

@@ -11,9 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from reshard.coordination.groups.store import StoreSilentError
-from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
+from reshard.errors import ArgumentError, RemoteError, ReshardError, TransferTimeoutError
+from reshard.runtime.torch_compat import store_of
 from reshard.testing.processes import LaunchError, run_processes
 from reshard.weights import Publisher, Subscriber, receiver
+from reshard.weights.membership import team
 from reshard.weights.model import verify
 from reshard.weights.receiver import Receiver
 from reshard.weights.sender import Sender
@@ -147,6 +149,31 @@ def test_interrupt_after_a_swap_leaves_the_next_update_alone():
 
 
 start = Sender._start
+
+
+def _absent_rank(rank, _, store):
+    """Ranks 1 and 2 are an engine. A version waits to arrive in its model, and at first rank 2 does not call."""
+    if rank == 0:
+        _publish(store, [["ready1", "ready2"]])
+        return
+    raw, model = connect(store, ("engine", rank - 1), rank, 2), make_model(2)
+    with Subscriber(model, raw, mode="in_place", join_seconds=30.0) as subscriber:
+        raw.set(f"ready{rank}", "")
+        for _ in range(3 if rank == 1 else 0):
+            began = time.monotonic()
+            with pytest.raises(TransferTimeoutError, match="rank 0 of the engine: no newer version was complete"):
+                subscriber.update(1.0)
+            assert time.monotonic() - began < 5.0
+        if rank == 1:
+            raw.set("left", "")
+        wait_for_key(raw, "left")
+        assert subscriber.update(60) == 1 and is_version(model, 1)
+        raw.set(f"ended{rank}", "")
+
+
+def test_update_in_place_keeps_its_time_limit_while_another_rank_is_absent():
+    with PausableStore(3) as store:
+        run_processes(_absent_rank, 3, store, init_group=False, timeout_seconds=90)
 
 
 def _dying_trainer(rank, _, store):
@@ -285,3 +312,22 @@ def test_close_after_an_interrupted_close_ends_the_thread(monkeypatch):
         subscriber.close()
     subscriber.close()
     assert not thread.is_alive()
+
+
+def _interrupted_constructor(rank):
+    """An interrupt ends the constructor of rank 1 before that rank has answered the other one."""
+    raw, seconds = store_of(dist.group.WORLD), []
+    for make in (Publisher, Subscriber):
+        group = dist.new_group([0, 1])
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            if rank == 1:
+                monkeypatch.setattr(team, "Outbox", _interrupt)
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt if rank == 1 else RemoteError, match=None if rank else "rank 1 left"):
+                make(make_model(1), raw, make.__name__, group)
+            seconds.append(time.monotonic() - began)
+    return seconds
+
+
+def test_interrupted_constructor_ends_that_of_other_ranks_at_once():
+    assert max(run_processes(_interrupted_constructor, 2)[0]) < 10  # not AGREE_SECONDS

@@ -81,6 +81,28 @@ def lost_store_error(error: BaseException) -> ReshardError:
     return RemoteError(f"the store that trainer and engines share is lost: {str(error).splitlines()[0]}")
 
 
+def _find_group(group: Any) -> Group:
+    """The Group of a process group; without any group, a group of this process alone."""
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return Group(dist.HashStore(), 0, 1)
+    return find_group(group)
+
+
+def leave_opening(error: BaseException, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    """Tell all ranks that an exception has ended a constructor on this one, before or after it had made its team.
+
+    Args:
+        args, named: arguments of the constructor of a Publisher or a Subscriber: itself, model, store, name, group.
+    """
+    team: Team | None = getattr(args[0], "_team", None)
+    if team is not None:
+        team.leave_unbegun(error)
+        team.close()
+        return
+    group = _find_group(named.get("group", args[4] if len(args) > 4 else None))
+    leave_interrupted(error, group, lambda: range(group.size))
+
+
 class Team:
     """The ranks of one trainer or of one engine.
 
@@ -105,10 +127,7 @@ class Team:
             raise ArgumentError(f"store must be a torch.distributed store, not {type(store).__name__}")
         if not isinstance(name, str) or not name or "/" in name:
             raise ArgumentError(f"name is {brief(name)}; it must be a string that is not empty and has no slash")
-        if group is None and not (dist.is_available() and dist.is_initialized()):
-            self.group = Group(dist.HashStore(), 0, 1)
-        else:
-            self.group = find_group(group)
+        self.group = _find_group(group)
         self.name = name
         self.kind, self.rank, self.size = kind, self.group.rank, self.group.size
         self.raw = dist.PrefixStore(f"reshard/weights/{name}", own_client(store))
