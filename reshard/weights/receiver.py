@@ -235,6 +235,8 @@ class Receiver:
             self._arrived, self._problem = None, str(error)
             self.close()
             self._end_receiving()
+            if self._leader is not None:
+                self._leader.inner_number += 1  # the ranks may be out of sync
         if "holder" in message:  # no trainer will send digests
             self._verify_version(message)
 
@@ -381,6 +383,7 @@ class Receiver:
         last, self.installed_version = self.installed_version, None
         version = self._complete_arrays, self._values, self._digests
         try:
+            self._team.renew_inner_group(message["inner"])
             try:  # all ranks know of the swap before one changes its model
                 exchange(self._team.inner_group(), {}, "swaps a version in", AGREE_SECONDS)
             except ReshardError:
@@ -398,8 +401,8 @@ class Receiver:
         with self._changed:
             self.swap_error, self.last_swap = error, message["attempt"]
             self._changed.notify_all()
-        if self._leader is not None and error is not None and not self._installer.keeps_last:
-            self._leader.forget_swap()
+        if self._leader is not None and error is not None:
+            self._leader.end_failed_swap(may_repeat=not self._installer.keeps_last)
 
     def _install(self, arrays: TensorsByName, values: Mapping[str, Value], digests: RegionDigests) -> None:
         """Install a version. If that fails on one rank, all ranks raise its error."""
@@ -474,7 +477,7 @@ class _Leader:
         self._complete: int | None = None
         self._given: int | None = None  # the last version that was swapped in
         self._asked: list[str] = []  # engines that were asked for the last version
-        self.inner_number = 0  # of the inner group in which the next version arrives
+        self.inner_number = 0  # of the inner group for the next version or swap; a failure adds 1
 
     def handle_message(self, message: MailboxMessage) -> None:
         """Do what a message asks for."""
@@ -513,9 +516,10 @@ class _Leader:
             return
         self._swap_if_wanted()
 
-    def forget_swap(self) -> None:
-        """Let a swap that has failed be made again. A loader that has failed waits for another version instead."""
-        self._given = None
+    def end_failed_swap(self, *, may_repeat: bool) -> None:
+        """Let a swap that has failed be made again, if it may. A loader that has failed waits for another version."""
+        if may_repeat:
+            self._given = None
         self.inner_number += 1
 
     def _swap_if_wanted(self) -> None:
@@ -527,9 +531,8 @@ class _Leader:
                 key = key_of(self._team.id, attempt)
                 if self._team.store.compare_set(key, "", SWAP, AGREE_SECONDS) == SWAP.encode():
                     self._given = self._complete
-                    self._team.order_all(
-                        {"kind": "swap", "attempt": attempt, "version": self._complete, "relayed": True}
-                    )
+                    swap = {"kind": "swap", "attempt": attempt, "version": self._complete, "inner": self.inner_number}
+                    self._team.order_all({**swap, "relayed": True})
                     return
 
     def _fetch(self) -> None:

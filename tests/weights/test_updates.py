@@ -259,14 +259,14 @@ def test_update_works_after_a_call_that_was_disturbed_on_one_rank(disturb):
     assert first[-1] == second[-1] == 2
 
 
-def _out_of_sync(rank, _, store):
-    """Ranks 1 and 2 are an engine. When the ranks compare the digests of version 2, rank 2 does not take part."""
+def _out_of_sync(rank, _, store, mode, purpose):
+    """Ranks 1 and 2 are an engine. In one step of version 2, rank 2 does not take part."""
     if rank == 0:
         raw, model = connect(store, (), 0, 1), make_model(1)
         with Publisher(model, raw) as publisher:
-            wait_for_key(raw, "ready1"), wait_for_key(raw, "ready2")
             reports = []
             for version in (1, 2):
+                wait_for_key(raw, f"ready{version}1"), wait_for_key(raw, f"ready{version}2")
                 set_version(model, version)
                 reports += publisher.publish(version).wait(60).engines.values()
             wait_for_key(raw, "ended1"), wait_for_key(raw, "ended2")
@@ -274,27 +274,41 @@ def _out_of_sync(rank, _, store):
     raw, model = connect(store, ("engine", rank - 1), rank, 2), make_model(2)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(receiver, "AGREE_SECONDS", 1.0)
-        compare, left = receiver.run_collectively, [1]
+        left = [1]
 
-        def compare_or_fail(group, function, purpose, *others):
-            if rank == 2 and purpose == "verifies a version" and subscriber._receiver._arrived == 2 and left:
-                left.clear()
-                raise TransferTimeoutError("this rank stood still")
-            return compare(group, function, purpose, *others)
+        def fail_once(function):
+            def call(*args):
+                if rank == 2 and purpose in args and is_version(model, 1) and left:
+                    left.clear()
+                    raise TransferTimeoutError("this rank stood still")
+                return function(*args)
 
-        monkeypatch.setattr(receiver, "run_collectively", compare_or_fail)
-        with Subscriber(model, raw, timeout_seconds=2) as subscriber:
-            raw.set(f"ready{rank}", "")
+            return call
+
+        for name in ("exchange", "run_collectively"):
+            monkeypatch.setattr(receiver, name, fail_once(getattr(receiver, name)))
+        with Subscriber(model, raw, mode=mode, timeout_seconds=2, join_seconds=2) as subscriber:
+            raw.set(f"ready1{rank}", "")
+            assert subscriber.update(60) == 1
+            raw.set(f"ready2{rank}", "")
             while subscriber.version != 2:
-                _update_or_name(subscriber, 60)
+                _update_or_name(subscriber, 10)
             assert is_version(model, 2) and not (rank == 2 and left)
             raw.set(f"ended{rank}", "")
     return None
 
 
-def test_an_engine_whose_ranks_were_out_of_sync_receives_versions_again():
+@pytest.mark.parametrize(
+    ("mode", "purpose"),
+    [
+        ("shadow", "verifies a version"),
+        ("shadow", "swaps a version in"),
+        ("in_place", "receives a version in place"),
+    ],
+)
+def test_an_engine_whose_ranks_were_out_of_sync_gets_the_version_all_the_same(mode, purpose):
     with PausableStore(3) as store:
-        reports = run_processes(_out_of_sync, 3, store, init_group=False, timeout_seconds=100)[0]
+        reports = run_processes(_out_of_sync, 3, store, mode, purpose, init_group=False, timeout_seconds=60)[0]
     assert reports == ["", ""]
 
 
