@@ -271,7 +271,7 @@ class Publisher:
         self._sender.watch(handle.done)
         if self._team.is_leader:
             try:
-                self._team.outbox.post(self._team.address(0), {"kind": "publish", "version": version}, AGREE_SECONDS)
+                self._team.outbox.post(self._team.address(0), {"kind": "publish", "version": version})
             except RuntimeError as error:
                 handle._end(PublishReport(version), lost_store_error(error))
         return handle

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.coordination import describe_error, rebuild_error
+from reshard.coordination.groups.store import LOST_STORE_SECONDS
 from reshard.errors import RemoteError, ReshardError, TransferTimeoutError
 from reshard.weights.install import Installer, ReceiveInPlace, TensorsByName
 from reshard.weights.membership.attempts import SWAP, key_of
@@ -47,6 +48,7 @@ class Receiver:
         installed_version: the version in the model.
         last_swap: number of the last attempt that has ended in a swap.
         swap_error: why the last swap failed.
+        is_swapping: whether a swap is under way.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Receiver:
         self._problem = ""  # why the last version did not arrive
         self._waiting: list[int] = []  # attempts for which threads of the user wait in ``update``
         self._is_receiving = False  # into the model
+        self.is_swapping = False
         self._confirm_deadline: float | None = None  # of the digests of what has arrived there; None while it arrives
         self.last_swap = -1
         self._given_up: tuple[int, ReshardError] | None = None
@@ -257,7 +260,7 @@ class Receiver:
     def _wait_for_update(self) -> None:
         """Wait until all ranks are in ``update``; their models hold no whole version from then on."""
         seconds = self._options.join_seconds
-        deadline = time.monotonic() + seconds
+        deadline, last = time.monotonic() + seconds, self.installed_version
 
         def wait() -> dict[str, Any]:
             with self._changed:
@@ -268,6 +271,7 @@ class Receiver:
         def begin() -> dict[str, Any]:
             with self._changed:
                 self._is_receiving, self._confirm_deadline = self._waits_for_version(), None
+            self.installed_version = None  # also if this rank does not learn whether the others begin
             return {"waits": self._is_receiving}
 
         group, purpose = self._team.inner_group(), "receives a version in place"
@@ -277,11 +281,11 @@ class Receiver:
                 begun = run_collectively(group, begin, purpose, AGREE_SECONDS)  # all ranks are here
                 if all(report["waits"] for report in begun.values()):
                     break
+                self.installed_version = last
                 self._end_receiving()  # the limit of a rank was up, so that all leave this call of update
         except ReshardError:
             self._end_receiving()
             raise
-        self.installed_version = None
 
     def _waits_for_version(self) -> bool:
         """Whether this rank is in ``update``. After a swap, the call returns, and its caller uses the model."""
@@ -382,6 +386,7 @@ class Receiver:
         error: ReshardError | None = None
         last, self.installed_version = self.installed_version, None
         version = self._complete_arrays, self._values, self._digests
+        self.is_swapping = True
         try:
             self._team.renew_inner_group(message["inner"])
             try:  # all ranks know of the swap before one changes its model
@@ -399,7 +404,7 @@ class Receiver:
                     self._install(*self._kept)
                     self.installed_version = last
         with self._changed:
-            self.swap_error, self.last_swap = error, message["attempt"]
+            self.swap_error, self.last_swap, self.is_swapping = error, message["attempt"], False
             self._changed.notify_all()
         if self._leader is not None and error is not None:
             self._leader.end_failed_swap(may_repeat=not self._installer.keeps_last)
@@ -529,7 +534,7 @@ class _Leader:
             if len(ranks) == self._team.size:
                 del self._wants[attempt]
                 key = key_of(self._team.id, attempt)
-                if self._team.store.compare_set(key, "", SWAP, AGREE_SECONDS) == SWAP.encode():
+                if self._team.store.compare_set(key, "", SWAP, LOST_STORE_SECONDS) == SWAP.encode():
                     self._given = self._complete
                     swap = {"kind": "swap", "attempt": attempt, "version": self._complete, "inner": self.inner_number}
                     self._team.order_all({**swap, "relayed": True})

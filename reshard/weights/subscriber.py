@@ -154,7 +154,10 @@ class Subscriber:
 
         Raises:
             TransferTimeoutError: no newer version came in time, or a rank of the engine did not call; the model is
-                unchanged on all ranks. The first rank whose time is up ends the call on all.
+                unchanged on all ranks. The first rank whose time is up ends the call on all. If the store does not
+                answer, the call raises this at most 30 s later.
+            RemoteError, DisagreementError: a rank stood still in a swap for more than 30 s. Ranks may raise different
+                errors, and the model may be invalid; the next call swaps the version in.
             RemoteError: an interrupt has ended the call on another rank; the model is unchanged on all ranks.
             VerificationError: the model differs from the version after the swap, so it is invalid; on all ranks.
             ReshardError: ``load_weights`` has failed. ``version`` is the one that was loaded again, or None.
@@ -165,7 +168,7 @@ class Subscriber:
             seconds = check_timeout(timeout_seconds)
             if self._team.is_closed:
                 raise ArgumentError("this Subscriber is closed")
-            self._wait_for_swap(seconds)
+            self._wait_for_swap(seconds, last_swap)
             if receiver.swap_error is not None:
                 raise rebuild_error(*describe_error(receiver.swap_error))
             assert receiver.installed_version is not None
@@ -178,8 +181,12 @@ class Subscriber:
                 self._leave(self._team.left_error(error))
             raise
 
-    def _wait_for_swap(self, seconds: float) -> None:
-        """Wait until the next attempt ends in a swap. If it ends otherwise, all ranks raise the same error."""
+    def _wait_for_swap(self, seconds: float, last_swap: int) -> None:
+        """Wait until the next attempt ends in a swap. If it ends otherwise, all ranks raise the same error.
+
+        Args:
+            last_swap: number of the attempt that ended in the last swap before this call.
+        """
         receiver, attempts, deadline = self._receiver, self._attempts, time.monotonic() + seconds
         receiver.check_usable()
         error: ReshardError
@@ -196,22 +203,28 @@ class Subscriber:
         except ReshardError as failed:  # on all ranks alike, or the thread has failed
             error = failed
         except StoreSilentError:  # a message to the others may still leave, so this rank must end the attempt
-            error = TransferTimeoutError(
-                f"rank {self._team.rank} of the engine: the store that trainer and engines share did not answer in "
-                f"{seconds:g} s; the model is unchanged"
-            )
+            error = self._silent_store_error(seconds)
             self._leave(error)
-            if receiver.last_swap == attempts.number:
+            if receiver.last_swap > last_swap:
                 return
             raise error from None
         except RuntimeError as lost:
             raise lost_store_error(lost) from lost
-        decided = None
-        with contextlib.suppress(RuntimeError):  # the store is lost, and the thread knows whether the ranks swap
+        decided, swap_seconds = None, AGREE_SECONDS
+        try:
             decided = attempts.give_up(error)
-        if decided is None and receiver.wait_for_swap(attempts.number, AGREE_SECONDS):
+        except RuntimeError:  # the store is lost; a swap that this rank does not know of yet fails without this call
+            error = self._silent_store_error(seconds)
+            swap_seconds = AGREE_SECONDS if receiver.is_swapping else 0.0
+        if decided is None and receiver.wait_for_swap(attempts.number, swap_seconds):
             return
         raise decided or error
+
+    def _silent_store_error(self, seconds: float) -> TransferTimeoutError:
+        return TransferTimeoutError(
+            f"rank {self._team.rank} of the engine: the store that trainer and engines share did not answer in "
+            f"{seconds:g} s; the model is unchanged"
+        )
 
     def _describe_version(self) -> str:
         """The version that the model keeps; without any, also whether no trainer has come."""

@@ -345,3 +345,20 @@ def _interrupted_constructor(rank):
 
 def test_interrupted_constructor_ends_that_of_other_ranks_at_once():
     assert max(run_processes(_interrupted_constructor, 2)[0]) < 10  # not AGREE_SECONDS
+
+
+def test_update_with_a_silent_store_does_not_return_the_version_before(monkeypatch):
+    def raise_silent(*_):
+        raise StoreSilentError("the store did not answer within 1 s")
+
+    store, trained, served = dist.HashStore(), make_model(1), make_model(2)
+    with Publisher(trained, store) as publisher, Subscriber(served, store) as subscriber:
+        publisher.publish(1).wait(60)
+        assert subscriber.update(60) == 1
+        for name in ("check", "compare_set"):
+            monkeypatch.setattr(subscriber._team.store, name, raise_silent)
+        with pytest.raises(TransferTimeoutError, match="the store that trainer and engines share did not answer"):
+            subscriber.update(1.0)
+        monkeypatch.undo()
+        publisher.publish(2).wait(60)
+        assert subscriber.update(60) == 2

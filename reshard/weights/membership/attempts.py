@@ -6,8 +6,9 @@ import json
 import secrets
 
 from reshard.coordination import describe_error, rebuild_error
+from reshard.coordination.groups.store import LOST_STORE_SECONDS
 from reshard.errors import RemoteError, ReshardError
-from reshard.weights.membership.team import AGREE_SECONDS, Team
+from reshard.weights.membership.team import Team
 
 #: The value that the first rank writes for an attempt that ends in a swap.
 SWAP = "swap"
@@ -88,7 +89,7 @@ class Attempts:
         """
         name, text = describe_error(error)
         value = json.dumps([name, text, self._team.rank, secrets.token_hex(4)])
-        stored = self._team.store.compare_set(key_of(self._team.id, self.number), "", value, AGREE_SECONDS)
+        stored = self._team.store.compare_set(key_of(self._team.id, self.number), "", value, LOST_STORE_SECONDS)
         is_first = stored == value.encode()
         if is_first:
             self._team.post_to_all({"kind": "given_up", "attempt": self.number, "failed": [name, text]})

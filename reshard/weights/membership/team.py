@@ -146,6 +146,7 @@ class Team:
         self._first_inner: Group | None = None  # shows others that this process lives, also after it has failed
         self._survivors: tuple[tuple[int, ...], Group] | None = None
         self._thread: threading.Thread | None = None
+        self._has_ended = threading.Event()  # the thread; is_alive() is wrong after an interrupt in join()
         self._ordered: deque[MailboxMessage] = deque()  # of order_all, on which this rank has not acted yet
         self.is_closed = self._is_released = False
 
@@ -298,11 +299,13 @@ class Team:
                     if inner is not None:
                         with contextlib.suppress(Exception):
                             inner.close()
+                self._has_ended.set()
 
         self._thread = threading.Thread(target=run, name=f"reshard-{self.kind}", daemon=True)
         try:
             start_thread(self._thread)
         except ResourceError:
+            self._thread = None
             self.inner_group().close()
             raise
         atexit.register(self.close)
@@ -313,9 +316,11 @@ class Team:
             return
         self.is_closed = True
         atexit.unregister(self.close)
-        if self._thread is not None and self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # the store is lost, and the thread knows
-                self.outbox.post(self.address(self.rank), {"kind": "close"})
-            self._thread.join(CLOSE_SECONDS)
+        if self._thread is not None:
+            if not self._has_ended.is_set():
+                with contextlib.suppress(RuntimeError):  # the store is lost, and the thread knows
+                    self.outbox.post(self.address(self.rank), {"kind": "close"})
+            if self._has_ended.wait(CLOSE_SECONDS):
+                self._thread.join(CLOSE_SECONDS)
         self.store.close()
         self._is_released = True  # last, so that a call after an interrupt does the rest
