@@ -362,3 +362,15 @@ def test_update_with_a_silent_store_does_not_return_the_version_before(monkeypat
         monkeypatch.undo()
         publisher.publish(2).wait(60)
         assert subscriber.update(60) == 2
+
+
+def _different_names(rank):
+    raw = store_of(dist.group.WORLD)
+    for names, text in ((("ok", "a/b"), "rank 1: name is 'a/b'"), (("x", "y"), "pass different names: 'x', 'y'")):
+        with pytest.raises(ArgumentError, match=text):
+            Subscriber(make_model(1), raw, names[rank])
+    Subscriber(make_model(1), raw, "ok").close()
+
+
+def test_a_name_that_is_wrong_or_different_on_one_rank_is_an_error_on_all():
+    run_processes(_different_names, 2)

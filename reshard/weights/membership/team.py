@@ -123,23 +123,25 @@ class Team:
     """
 
     def __init__(self, store: Any, name: str, kind: str, group: Any, seconds: float) -> None:
-        if not isinstance(store, dist.Store):
-            raise ArgumentError(f"store must be a torch.distributed store, not {type(store).__name__}")
-        if not isinstance(name, str) or not name or "/" in name:
-            raise ArgumentError(f"name is {brief(name)}; it must be a string that is not empty and has no slash")
         self.group = _find_group(group)
         self.name = name
         self.kind, self.rank, self.size = kind, self.group.rank, self.group.size
-        self.raw = dist.PrefixStore(f"reshard/weights/{name}", own_client(store))
+
+        def check() -> dict[str, str]:
+            if not isinstance(store, dist.Store):
+                raise ArgumentError(f"store must be a torch.distributed store, not {type(store).__name__}")
+            if not isinstance(name, str) or not name or "/" in name:
+                raise ArgumentError(f"name is {brief(name)}; it must be a string that is not empty and has no slash")
+            return {"token": secrets.token_hex(8), "name": name}
+
+        with publish_interruption(self.group, self._ranks):
+            reports = run_collectively(self.group, check, f"opens the {kind}", seconds)
+            names = sorted({report["name"] for report in reports.values()})
+            if len(names) > 1:
+                raise ArgumentError(f"ranks of the {kind} pass different names: {', '.join(map(brief, names))}")
+            self.raw = dist.PrefixStore(f"reshard/weights/{name}", own_client(store))
         self.store = Store(self.raw)
         self.outbox, self.roster = Outbox(self.store), Roster(self.store)
-        purpose = f"opens the {kind} of {name!r}"
-        try:
-            with publish_interruption(self.group, self._ranks):
-                reports = exchange(self.group, {"token": secrets.token_hex(8)}, purpose, seconds)
-        except BaseException:
-            self.store.close()
-            raise
         self.id: str = reports[0]["token"]
         self._inner: Group | None = None
         self._inner_number = 0  # of the groups that were made one after another
