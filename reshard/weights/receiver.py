@@ -70,7 +70,8 @@ class Receiver:
         self._confirm_deadline: float | None = None  # of the digests of what has arrived there; None while it arrives
         self.last_swap = -1
         self._given_up: tuple[int, ReshardError] | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered by itself: an interrupt may keep a Condition from releasing it
+        self._changed = threading.Condition(self._lock)
         self._deferred: DeferredCall | None = None  # for the thread that waits in ``update``
         self._route: tuple[str, Route] | None = None
         self._encoded: EncodedTransfers | None = None  # over the route
@@ -108,11 +109,11 @@ class Receiver:
         interrupt: BaseException | None = None
         call: DeferredCall | None = None
         try:
-            with self._changed:
+            with self._lock:
                 self._waiting.append(attempt)
                 self._changed.notify_all()
             while True:
-                with self._changed:
+                with self._lock:
                     self._changed.wait_for(
                         lambda: self._has_ended(attempt) or self._deferred is not None,
                         max(0.0, deadline - time.monotonic()),
@@ -121,7 +122,7 @@ class Receiver:
                 if call is None:
                     break
                 interrupt = _run(*call) or interrupt
-            with self._changed:  # no version begins to arrive between the two
+            with self._lock:  # no version begins to arrive between the two
                 self.wait_until_arrived()
                 self._waiting.remove(attempt)
         except BaseException as error:
@@ -129,12 +130,12 @@ class Receiver:
                 self._put_back(call, error)
             raise
         finally:
-            with self._changed:
+            with self._lock:
                 if attempt in self._waiting:
                     self._waiting.remove(attempt)
         if interrupt is not None:
             raise interrupt
-        with self._changed:
+        with self._lock:
             if self.last_swap < attempt:
                 self.check_usable()
                 if self._given_up is not None and self._given_up[0] >= attempt:
@@ -143,7 +144,7 @@ class Receiver:
 
     def wait_until_arrived(self) -> None:
         """Wait while a version arrives in the model, and then for its digests, which may never come."""
-        with self._changed:
+        with self._lock:
             while self._is_receiving and self._failure is None:
                 left = None if self._confirm_deadline is None else self._confirm_deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -156,7 +157,7 @@ class Receiver:
         if future.running():
             future.set_exception(RemoteError(f"{type(error).__name__} while it installed a version"))
         elif not future.done():
-            with self._changed:
+            with self._lock:
                 self._deferred = call
 
     def _has_ended(self, attempt: int) -> bool:
@@ -171,7 +172,7 @@ class Receiver:
 
     def fail(self, error: BaseException) -> None:
         """Note the error that ended the thread."""
-        with self._changed:
+        with self._lock:
             self._failure = lost_store_error(error)
             self._changed.notify_all()
 
@@ -193,7 +194,7 @@ class Receiver:
             else:
                 _HANDLERS[kind](self, message)
         elif kind == "given_up":
-            with self._changed:
+            with self._lock:
                 self._given_up = message["attempt"], rebuild_error(*message["failed"])
                 self._changed.notify_all()
         elif self._leader is not None:
@@ -231,7 +232,7 @@ class Receiver:
             self._arrived = message["version"]
             assert self._checker is not None
             self._landed = self._checker.digest_target(self._shadow, self._team.rank)
-            with self._changed:
+            with self._lock:
                 self._confirm_deadline = time.monotonic() + CONFIRM_SECONDS
                 self._changed.notify_all()
         except Exception as error:
@@ -263,13 +264,13 @@ class Receiver:
         deadline, last = time.monotonic() + seconds, self.installed_version
 
         def wait() -> dict[str, Any]:
-            with self._changed:
+            with self._lock:
                 if not self._changed.wait_for(self._waits_for_version, max(0.0, deadline - time.monotonic())):
                     raise TransferTimeoutError(f"update was not called within {seconds:g} s, which a version needs")
             return {}
 
         def begin() -> dict[str, Any]:
-            with self._changed:
+            with self._lock:
                 self._is_receiving, self._confirm_deadline = self._waits_for_version(), None
             self.installed_version = None  # also if this rank does not learn whether the others begin
             return {"waits": self._is_receiving}
@@ -292,7 +293,7 @@ class Receiver:
         return any(not self._has_ended(attempt) for attempt in self._waiting)
 
     def _end_receiving(self) -> None:
-        with self._changed:
+        with self._lock:
             self._is_receiving = False
             self._changed.notify_all()
 
@@ -403,7 +404,7 @@ class Receiver:
                 with contextlib.suppress(ReshardError):  # then the engine stays without a version
                     self._install(*self._kept)
                     self.installed_version = last
-        with self._changed:
+        with self._lock:
             self.swap_error, self.last_swap, self.is_swapping = error, message["attempt"], False
             self._changed.notify_all()
         if self._leader is not None and error is not None:
@@ -429,7 +430,7 @@ class Receiver:
     def _run_in_update(self, function: Callable[[], None]) -> None:
         """Run a function in the user's thread that waits in ``update``: loaders may depend on the state of a thread."""
         future: Future[None] = Future()
-        with self._changed:
+        with self._lock:
             self._deferred = function, future
             self._changed.notify_all()
         try:

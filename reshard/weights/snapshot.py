@@ -54,7 +54,8 @@ class Snapshot:
         self._paired: ModelState | None = None
         self._copies = Copies([], [])
         self.version: int | None = None
-        self._idle = threading.Condition()  # held while copying; notified when sending ends
+        self._lock = threading.RLock()  # held while copying
+        self._idle = threading.Condition(self._lock)  # notified when sending ends
         self._is_sending = False
 
     def read(self) -> ModelState:
@@ -92,7 +93,7 @@ class Snapshot:
         Raises:
             TransferTimeoutError: a version is still being sent.
         """
-        with self._idle:  # released by an interrupt at any line
+        with self._lock:  # released by an interrupt at any line
             if not self._idle.wait_for(lambda: not self._is_sending, seconds):
                 raise TransferTimeoutError(f"version {self.version} is still being sent after {seconds:g} s")
             held, self.version, self._paired = self.version, None, None if self._keeps_base else self._paired
@@ -132,14 +133,14 @@ class Snapshot:
         Raises:
             ArgumentError: it is not of this version.
         """
-        with self._idle:
+        with self._lock:
             if self.version != version:
                 raise ArgumentError(f"version {version} is no longer there; the trainer holds {self.version}")
             self._is_sending = True
         try:
             yield
         finally:
-            with self._idle:
+            with self._lock:
                 self._is_sending = False
                 self._idle.notify_all()
 

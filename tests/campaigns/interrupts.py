@@ -66,6 +66,9 @@ class Interrupt(KeyboardInterrupt):
 class Tracer:
     """Counts the lines of this package that run from start to stop, and raises an exception at one of them.
 
+    The first line of an ``__exit__`` that such a line calls counts too: a signal can keep Python code from releasing a
+    lock.
+
     Args:
         at: number of the line, from 0; None: count only.
     """
@@ -83,19 +86,26 @@ class Tracer:
         sys.settrace(None)
 
     def _enter_frame(self, frame, event, argument):
-        return self._trace if frame.f_code.co_filename.startswith(PACKAGES) else None
+        if frame.f_code.co_filename.startswith(PACKAGES):
+            return self._trace
+        if frame.f_code.co_name == "__exit__" and frame.f_back.f_code.co_filename.startswith(PACKAGES):
+            self._visit(frame.f_back, " at __exit__")
+        return None
 
     def _trace(self, frame, event, argument):
         if event == "line":
-            if self.at is None:
-                self.first_visits.setdefault((frame.f_code.co_filename, frame.f_lineno), self.num_lines)
-            self.num_lines += 1
-            if self.num_lines - 1 == self.at:
-                sys.settrace(None)
-                name = frame.f_code.co_filename.removeprefix(os.path.commonpath(PACKAGES) + os.sep)
-                self.where = f"{name}:{frame.f_lineno}"
-                raise Interrupt(self.where)
+            self._visit(frame)
         return self._trace
+
+    def _visit(self, frame, suffix=""):
+        if self.at is None:
+            self.first_visits.setdefault((frame.f_code.co_filename, frame.f_lineno, suffix), self.num_lines)
+        self.num_lines += 1
+        if self.num_lines - 1 == self.at:
+            sys.settrace(None)
+            name = frame.f_code.co_filename.removeprefix(os.path.commonpath(PACKAGES) + os.sep)
+            self.where = f"{name}:{frame.f_lineno}{suffix}"
+            raise Interrupt(self.where)
 
 
 class Calls:
@@ -566,8 +576,11 @@ def _try(kind, victim, at, opening):
 def _statement(place):
     """The source of a place such as ``reshard/errors.py:3``."""
     name, _, number = place.rpartition(":")
+    if not number.isdigit():  # at __exit__
+        return ""
     path = Path(__file__).parents[2] / name
-    return path.read_text().splitlines()[int(number) - 1].strip() if name and path.is_file() else ""
+    line = path.read_text().splitlines()[int(number) - 1] if name and path.is_file() else ""
+    return line.partition("  #")[0].strip()
 
 
 def main():
