@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from reshard.cli.model_shapes import BY_COLUMNS, BY_ROWS, ModelShapes, ModelTensor, layer_of, read_model
 from reshard.cli.progress_bars import show_elapsed
 from reshard.cost import CostReport
 from reshard.errors import ArgumentError
@@ -24,153 +23,6 @@ from reshard.topology import Topology
 DIMENSIONS = ("pp", "dp", "fsdp", "ep", "tp")
 #: Ranks of a host, unless a topology is given.
 DEVICES = 8
-#: Styles of transformers' tensor-parallel plans that cut the rows of a weight, and its columns.
-_BY_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "embedding_rowwise")
-_BY_COLUMNS = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "embedding_colwise")
-#: Beginnings and endings by which a path differs from a name on the Hugging Face Hub.
-_PATH = re.compile(r"^[./~]|\.(js\w*|ya?ml)$", flags=re.IGNORECASE)
-_LAYER = re.compile(r"\.(\d+)\.")
-
-
-@dataclass(frozen=True)
-class ModelTensor:
-    """A tensor of a model.
-
-    Attributes:
-        name: its name in the state dict.
-        shape: its global shape.
-        dtype: its dtype.
-        tp_style: how transformers shards it by tensor parallelism; "" if it does not.
-        is_expert: whether its first dim counts the experts of a layer.
-        is_parameter: whether it is a parameter; FSDP shards no buffers.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    tp_style: str
-    is_expert: bool
-    is_parameter: bool
-
-
-@dataclass(frozen=True)
-class ModelShapes:
-    """The tensors of a model, in order, and the number of its heads.
-
-    Attributes:
-        name: name of the class in transformers.
-        tensors: parameters and persistent buffers; tied ones once.
-        num_heads: attention heads; 0 if the config does not say.
-        num_kv_heads: heads of keys and values.
-    """
-
-    name: str
-    tensors: tuple[ModelTensor, ...]
-    num_heads: int
-    num_kv_heads: int
-
-
-def read_model(source: str, dtype: str | None) -> ModelShapes:
-    """The tensors of a model, without its weights.
-
-    Args:
-        source: a ``config.json``, its folder, or a name that transformers knows.
-        dtype: dtype of the parameters; None: the dtype in the config, or bfloat16.
-
-    Raises:
-        ArgumentError: transformers is not installed, or has no causal language model for the config; or a path names
-            no file.
-    """
-    _check_source(source)
-    is_local = Path(source).expanduser().exists()
-    place = f"reading {source}" if is_local else f"asking the Hugging Face Hub for the config of {source}"
-    with show_elapsed(f"{place} with transformers"):
-        return _read_model(source, dtype)
-
-
-def _read_model(source: str, dtype: str | None) -> ModelShapes:
-    try:
-        import torch
-        import transformers
-    except ImportError:
-        raise ArgumentError("--model needs torch and transformers: pip install torch transformers") from None
-    try:
-        config = _read_config(source)
-        config_dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
-        with torch.device("meta"):
-            make: Any = transformers.AutoModelForCausalLM.from_config
-            model = make(config, dtype=getattr(torch, dtype or config_dtype))
-    except Exception as error:  # transformers raises many types for a config that it does not know
-        raise ArgumentError(
-            f"transformers {transformers.__version__} has no model for {source}: {type(error).__name__}: {error}"
-        ) from error
-    text = config.get_text_config()
-    num_heads = int(getattr(text, "num_attention_heads", 0) or 0)
-    parameters = {name for name, _ in model.named_parameters()}
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters
-    tp_plan, ep_plan = model.tp_plan, model.ep_plan  # each access merges those of all modules
-    tensors = [
-        ModelTensor(
-            name,
-            tuple(value.shape),
-            str(value.dtype).removeprefix("torch."),
-            _style_of(name, tp_plan),
-            _style_of(name, ep_plan) == "grouped_gemm",
-            name in parameters,
-        )
-        for name, value in model.state_dict().items()
-        if name not in tied
-    ]
-    return ModelShapes(
-        type(model).__name__,
-        tuple(tensors),
-        num_heads,
-        int(getattr(text, "num_key_value_heads", None) or num_heads),
-    )
-
-
-def _check_source(source: str) -> None:
-    """Raise ArgumentError if the source is a path of no file, or of no config. Transformers looks names up."""
-    path = Path(source).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ArgumentError(f"--model {source}: the folder has no config.json")
-    elif path.is_file():
-        try:
-            fields = json.loads(path.read_text())
-        except ValueError as error:
-            raise ArgumentError(
-                f"--model {source} is not JSON: {error}; pass the config.json of a model of the Hub"
-            ) from None
-        if not isinstance(fields, dict) or "model_type" not in fields:
-            raise ArgumentError(f'--model {source} has no model_type, such as "llama"; pass the config.json of a model')
-    elif not path.is_file() and (_PATH.search(source) or source.count("/") > 1):
-        near = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ArgumentError(
-            f"--model {source}: there is no such file or folder; it is a config.json, its folder, or a name on the "
-            f"Hugging Face Hub{did_you_mean(path.name, near)}"
-        )
-
-
-def _read_config(source: str) -> Any:
-    from transformers import AutoConfig
-
-    path = Path(source).expanduser()
-    if path.is_file():
-        fields = json.loads(path.read_text())
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    if path.is_dir():
-        return AutoConfig.from_pretrained(path)
-    return AutoConfig.from_pretrained(source)
-
-
-def _style_of(name: str, plan: Mapping[str, str] | None) -> str:
-    """The style that a plan of transformers gives a tensor, by the name of the tensor or of its module."""
-    for candidate in (name, name.rpartition(".")[0]):
-        style = (plan or {}).get(re.sub(r"\.\d+(?=\.|$)", ".*", candidate))
-        if style is not None:
-            return style
-    return ""
 
 
 def read_sizes(text: str, flag: str) -> dict[str, int]:
@@ -244,7 +96,7 @@ class Parallelism:
             )
         self._sizes = dict(sizes)
         self.first_rank, self.num_ranks = first_rank, math.prod(sizes.values())
-        layers = [layer for layer in map(_layer_of, model.tensors) if layer is not None]
+        layers = [layer for layer in map(layer_of, model.tensors) if layer is not None]
         self._num_layers = 1 + max((number for _, number in layers), default=0)
         prefixes = {prefix for prefix, _ in layers}
         if sizes["pp"] > 1 and len(prefixes) > 1:
@@ -263,7 +115,7 @@ class Parallelism:
         layout_of: dict[str, Layout] = {}
         stage = 0
         for tensor in self._model.tensors:
-            layer = _layer_of(tensor)
+            layer = layer_of(tensor)
             if layer is not None:
                 stage = layer[1] * self._sizes["pp"] // self._num_layers
             layout_of[tensor.name] = self._layout_of(tensor, stage)
@@ -282,19 +134,13 @@ class Parallelism:
         steps = [Strided(axis, 2) if is_packed else axis for axis in tp_axes]
         if tensor.is_expert and sizes["ep"] > 1:
             cuts[0].append("ep")
-        elif tensor.tp_style in _BY_ROWS and shape:
+        elif tensor.tp_style in BY_ROWS and shape:
             cuts[max(len(shape) - 2, 0)] += steps
-        elif tensor.tp_style in _BY_COLUMNS and len(shape) > 1:
+        elif tensor.tp_style in BY_COLUMNS and len(shape) > 1:
             cuts[-1] += steps
         if shape and tensor.is_parameter:
             cuts[0].append("fsdp")
         return Layout(mesh, tuple(map(tuple, cuts)))
-
-
-def _layer_of(tensor: ModelTensor) -> tuple[str, int] | None:
-    """The name of the stack of layers, and the number in it; None for a tensor outside of layers."""
-    match = _LAYER.search(tensor.name)
-    return None if match is None else (tensor.name[: match.start()], int(match[1]))
 
 
 def hosts_of_eight(num_ranks: int) -> Topology:
@@ -315,9 +161,10 @@ def plan_model(
         dtype: dtype of the parameters; None: the dtype in the config.
         **options: further arguments of :func:`reshard.make_plan`.
     """
+    src_sizes, dst_sizes = read_sizes(src, "--src"), read_sizes(dst, "--dst")  # before transformers is imported
     model = read_model(source, dtype)
-    source_side = Parallelism(model, read_sizes(src, "--src"), "--src", 0)
-    target_side = Parallelism(model, read_sizes(dst, "--dst"), "--dst", source_side.num_ranks)
+    source_side = Parallelism(model, src_sizes, "--src", 0)
+    target_side = Parallelism(model, dst_sizes, "--dst", source_side.num_ranks)
     network = topology(source_side.num_ranks + target_side.num_ranks)
     begun = time.perf_counter()
     with show_elapsed(f"planning {count_of(len(model.tensors), 'tensor')}"):

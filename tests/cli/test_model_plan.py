@@ -8,7 +8,8 @@ import re
 import pytest
 
 from reshard.cli.main import main
-from reshard.cli.model_plan import Parallelism, read_model, read_sizes
+from reshard.cli.model_plan import Parallelism, read_sizes
+from reshard.cli.model_shapes import read_model
 
 transformers = pytest.importorskip("transformers")
 

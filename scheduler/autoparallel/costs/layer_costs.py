@@ -38,6 +38,8 @@ class StateBytes:
 
 #: 16-bit parameters and gradients; float32 parameters and moments belong to the optimizer.
 MIXED_PRECISION = StateBytes(2.0, 2.0, 12.0)
+#: Differences of sums of seconds below this part of the computation are 0.
+ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
@@ -248,13 +250,14 @@ def layer_cost(layer: Layer, choice: LayerChoice, place: StagePlace, work: Layer
     )
     kept = min(saved, layer.input_bytes * own) if choice.recompute else saved
     compute = forward + computed_backward
+    exposed = whole_forward + whole_backward - compute - sums - backward_sums
     return LayerCost(
         whole_forward,
         whole_backward,
         min(weight, whole_backward) if can_split else 0.0,
         compute,
         sums + backward_sums,
-        whole_forward + whole_backward - compute - sums - backward_sums,
+        exposed if exposed > ROUNDING * compute else 0.0,
         state_costs.state_bytes,
         state_costs.gradient_bytes,
         kept,

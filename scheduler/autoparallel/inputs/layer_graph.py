@@ -288,6 +288,12 @@ class LayerGraph:
         graph = cls.chain(made, [(1, sequence, hidden)] * (len(made) - 1), dtype=dtype, name=name)
         return replace(graph, ties=(((0, layers + 1), vocabulary * hidden),)) if tied else graph
 
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model, shared ones once."""
+        shared = sum((len(tied) - 1) * number for tied, number in self.ties)
+        return sum(layer.num_params for layer in self.layers) - shared
+
     @cached_property
     def is_chain(self) -> bool:
         """Whether no tensor skips a layer."""

@@ -89,10 +89,9 @@ def _layer_lines(number: int, stage: StagePlan, names: Sequence[str]) -> list[st
 
 
 def _microbatch_line(report: StageReport) -> str:
-    shown = max(report.all_gather_seconds, 0.0)  # a difference of sums
     return (
         f"  one microbatch: {report.compute_seconds:.3g} s computation, {report.tp_collective_seconds:.3g} s "
-        f"tensor-parallel collectives, {shown:.3g} s ZeRO all-gathers that no computation hides"
+        f"tensor-parallel collectives, {report.all_gather_seconds:.3g} s ZeRO all-gathers that no computation hides"
     )
 
 
