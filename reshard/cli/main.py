@@ -10,7 +10,7 @@ import importlib.metadata
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from reshard import __version__
 from reshard.errors import ReshardError
@@ -43,11 +43,23 @@ Axes may have names: the mesh dp=2,tp=4 and the layout "(dp, -, tp)".
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and name a choice that is close to a wrong one."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with an error."""
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists all options\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = list(map(str, action.choices))
+            text = f"{value!r} is none of {', '.join(choices)}{did_you_mean(value, choices)}"
+            raise argparse.ArgumentError(action, text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="reshard", description=_INTRO, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _Parser(prog="reshard", description=_INTRO, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"reshard {__version__}")
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMAND_GROUP)}
     names = sorted(entries)
@@ -106,7 +118,7 @@ def _refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn
     """End the process because of arguments that a command does not take, and name an option close to the first."""
     options = [option for option in parser._option_string_actions if option.startswith("--")]
     meant = did_you_mean(unknown[0].partition("=")[0], options)
-    parser.error(f"{parser.prog} does not take {' '.join(unknown)}{meant}")
+    parser.error(f"there is no option {' '.join(unknown)}{meant}")
 
 
 def _as_sentence(text: str) -> str:

@@ -201,6 +201,7 @@ def describe_model_plan(planned: ModelPlan, *, lists_classes: bool = True) -> st
     return "\n".join(
         [
             f"model        {model.name}: {_describe_size(plan)}",
+            f"topology     {plan.topology.describe()}",
             f"memory       at most {shards[0]} on a source rank, {shards[1]} on a destination rank, and "
             f"{format_bytes(plan.staging_bytes)} of staging",
             f"bytes        {format_bytes(across)} between hosts, {format_bytes(inside)} inside hosts, "

@@ -14,7 +14,7 @@ import numpy as np
 from reshard.arguments import check_arguments
 from reshard.codecs import BLOCK_CODECS, find_block_codec
 from reshard.errors import ArgumentError, TopologyError
-from reshard.formatting import brief, count_of, did_you_mean, format_rate
+from reshard.formatting import brief, count_of, did_you_mean, format_ranks, format_rate
 from reshard.sharding import MAX_RANK, check_integer
 
 #: Bytes per second of a 10 Gbit/s NIC, in each direction.
@@ -218,16 +218,23 @@ class Topology:
             raise TopologyError("codec_rates has several entries for one codec")
 
     def __str__(self) -> str:
-        """The hosts of each kind, pods, rates, latencies and codecs, one per line."""
+        """The hosts of each kind, pods, rates, latencies and codecs, one per line. Equal pods share a line."""
         counts = Counter(self.host_of_rank)
-        kinds = Counter((counts[number], self.host(number).nics, self.host(number).pod) for number in sorted(counts))
+        kinds_of_pod: dict[int | None, Counter[tuple[int, tuple[Link, ...]]]] = {}
+        for number in sorted(counts):
+            host = self.host(number)
+            kinds_of_pod.setdefault(host.pod, Counter())[counts[number], host.nics] += 1
+        equal: dict[tuple[Any, ...], list[int]] = {}
         lines = []
-        for (ranks, nics, pod), number in kinds.items():
-            where = "" if pod is None else f" in pod {pod}"
-            links = Counter(nics)
-            named = " and ".join(f"{count} x {_describe_link(link)}" for link, count in links.items())
-            lines.append(f"hosts{where}: {number} x ({count_of(ranks, 'rank')}, NICs {named})")
-        lines += [f"uplink of pod {number}: {_describe_link(link)}" for number, link in enumerate(self.pods)]
+        for pod, kinds in kinds_of_pod.items():
+            if pod is None:
+                lines += [f"hosts: {_describe_hosts(*kind)}" for kind in kinds.items()]
+            else:
+                equal.setdefault((tuple(kinds.items()), self.pods[pod]), []).append(pod)
+        for (hosts, uplink), pods in equal.items():
+            where = f"pod {pods[0]}" if len(pods) == 1 else f"each of pods {format_ranks(pods)}"
+            lines += [f"hosts in {where}: {_describe_hosts(*kind)}" for kind in hosts]
+            lines.append(f"uplink of {where}: {_describe_link(uplink)}")
         rate = "no limit" if self.inside_bytes_per_second is None else format_rate(self.inside_bytes_per_second)
         total = self.inside_total_bytes_per_second
         together = "" if total is None else f", {format_rate(total)} together"
@@ -240,6 +247,10 @@ class Topology:
             for codec_rate in self.codec_rates
         ]
         return "\n".join(lines)
+
+    def describe(self) -> str:
+        """The same in one line, as commands show it."""
+        return "; ".join(str(self).splitlines())
 
     def _assign_nics(self) -> tuple[int, ...]:
         if all(len(host.nics) == 1 for host in self.hosts):
@@ -423,6 +434,12 @@ def _check_ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
     if numbers and min(numbers) < 0:
         raise ArgumentError(f"rank {brief(min(numbers))} is outside 0..{MAX_RANK}")
     return numbers
+
+
+def _describe_hosts(kind: tuple[int, tuple[Link, ...]], number: int) -> str:
+    ranks, nics = kind
+    links = " and ".join(f"{count} x {_describe_link(link)}" for link, count in Counter(nics).items())
+    return f"{number} x ({count_of(ranks, 'rank')}, NICs {links})"
 
 
 def _describe_link(link: Link) -> str:

@@ -121,6 +121,7 @@ def run(options: argparse.Namespace) -> int:
         )
     if flops is not None:
         print(f"estimated times: layers reach {efficiency:g} of --flops {flops:g} (--efficiency)")
+    print(f"topology: {cluster.topology.describe()}")
     print(training_plan.explain())
     if options.html:
         write_text(options.html, training_plan.to_html())

@@ -145,6 +145,8 @@ def make_problem(
     unknown = [name for name in fixed if name not in FIXABLE]
     if unknown:
         meant = did_you_mean(unknown[0], FIXABLE)
+        if unknown[0] in ("pp", "dp"):
+            meant = f"; {'stages' if unknown[0] == 'pp' else 'replicas'} are what the search finds"
         raise ArgumentError(f"fixed= names {unknown[0]!r}; it can fix {', '.join(FIXABLE)}{meant}")
     if "zero" in fixed:
         rules = replace(rules, zero=(fixed["zero"],))

@@ -328,11 +328,22 @@ def test_text_of_a_topology_groups_equal_hosts():
     )
     assert str(topology).splitlines() == [
         "hosts in pod 0: 2 x (4 ranks, NICs 2 x 3.125 GB/s)",
-        "hosts in pod 1: 1 x (2 ranks, NICs 1 x 1.25 GB/s out, 3.125 GB/s in)",
         "uplink of pod 0: 6.25 GB/s",
+        "hosts in pod 1: 1 x (2 ranks, NICs 1 x 1.25 GB/s out, 3.125 GB/s in)",
         "uplink of pod 1: 3.125 GB/s",
         "inside a host: 100 GB/s for each rank",
         "latency: 100 us between hosts, 50 us inside",
+    ]
+
+
+def test_text_of_a_topology_groups_equal_pods_and_shows_a_smaller_last_one():
+    hosts = [{"devices": 2, "nics": "2 x 100 Gbit/s", "count": 5}]
+    topology = topology_from_json({"hosts": hosts, "hosts_per_pod": 2, "oversubscription": 2})
+    assert str(topology).splitlines()[:4] == [
+        "hosts in each of pods 0-1: 2 x (2 ranks, NICs 2 x 12.5 GB/s)",
+        "uplink of each of pods 0-1: 25 GB/s",
+        "hosts in pod 2: 1 x (2 ranks, NICs 2 x 12.5 GB/s)",
+        "uplink of pod 2: 12.5 GB/s",
     ]
 
 

@@ -165,7 +165,7 @@ def test_search_keeps_the_choices_that_keep_names():
     assert kept.num_microbatches == 4
     assert {choice.tp for stage in kept.stages for choice in stage.choices} == {2}
     assert all(choice.recompute for stage in kept.stages for choice in stage.choices)
-    with pytest.raises(ArgumentError, match="fixed= names 'pp'"):
+    with pytest.raises(ArgumentError, match=r"fixed= names 'pp'.*stages are what the search finds"):
         search(GRAPH, CLUSTER, PROFILE, num_samples=8, fixed={"pp": 2})
 
 
@@ -382,8 +382,9 @@ def test_the_command_prints_and_writes_a_training_plan(tmp_path, capsys):
     written = tmp_path / "plan.json"
     status = main(["search", str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--output", str(written)])
     assert status == 0
-    first, *lines, last = capsys.readouterr().out.strip().splitlines()
+    first, second, *lines, last = capsys.readouterr().out.strip().splitlines()
     assert first == "estimated times: layers reach 0.5 of --flops 1e+12 (--efficiency)"
+    assert second.startswith("topology: hosts: 1 x (4 ranks, NICs 1 x 3.125 GB/s); ")
     assert lines == TrainingPlan.read(written).explain().splitlines() and last == f"wrote {written}"
     assert main(["search", str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--method", "pure"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("next: --output plan.json keeps this training plan;")
