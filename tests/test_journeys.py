@@ -102,7 +102,7 @@ def test_plan_a_transfer_of_a_model(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
-    (block,) = (block for block in code_blocks(DOCS / "concepts.md", "text") if "--model config.json" in block)
+    (block,) = (block for block in code_blocks(DOCS / "plan-models.md", "text") if "--model config.json" in block)
     command, *expected = block.splitlines()
     assert _run(shlex.split(command.removeprefix("$ "))) == 0
     assert capsys.readouterr().out.splitlines()[: len(expected) - 1] == expected[:-1]

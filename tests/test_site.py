@@ -32,7 +32,7 @@ ANSWERS = {
     "How do experts go from EP to TP?": "weights.html#experts",
     "How do quantized weights take their scales along?": "weights-by-mover.html#quantized-weights-with-their-scales",
     "How do I describe the network of my cluster?": "concepts.html#topology",
-    "What does a transfer of my model cost?": "concepts.html#plan-a-whole-model",
+    "What does a transfer of my model cost?": "plan-models.html",
     "How do I draw a plan?": "concepts.html#plan",
     "How does a search choose stages?": "strategy-search.html#from-a-model-to-a-training-plan",
     "Why is my profile noisy?": "strategy-search.html#read-the-result",
