@@ -29,7 +29,7 @@ ANSWERS = {
         "weights-by-mover.html#fused-projections-few-heads-of-keys-and-experts"
     ),
     "How do I say which part of q, k and v a rank holds?": "weights-shards.html#a-fused-projection-on-two-ranks",
-    "How do experts go from EP to TP?": "weights.html#experts",
+    "How do experts go from EP to TP?": "weights-shards.html#experts",
     "How do quantized weights take their scales along?": "weights-by-mover.html#quantized-weights-with-their-scales",
     "How do I describe the network of my cluster?": "concepts.html#topology",
     "What does a transfer of my model cost?": "plan-models.html",
