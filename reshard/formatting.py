@@ -110,8 +110,8 @@ def format_rate(rate: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """``3.36 ms``, ``12.5 us`` or ``0 s``; ``21.8 min`` from two minutes on, ``3.5 h`` from two hours on."""
-    for unit, name, least in ((3600.0, "h", 2.0), (60.0, "min", 2.0), (1.0, "s", 1.0), (1e-3, "ms", 1.0)):
-        if seconds >= least * unit:
+    for unit, name, min_count in ((3600.0, "h", 2.0), (60.0, "min", 2.0), (1.0, "s", 1.0), (1e-3, "ms", 1.0)):
+        if seconds >= min_count * unit:
             return f"{seconds / unit:.3g} {name}"
     return f"{seconds / 1e-6:.3g} us" if seconds else "0 s"
 

@@ -35,20 +35,20 @@ class _ClusterPart:
         ranks: ranks of the cluster; empty for all ranks in their order.
         problem: the search on these ranks.
         bound_seconds: no training plan that uses all these ranks is faster.
-        found: evaluated candidates, the fastest first; empty if the part was not searched, or no method finds any.
+        evaluations: evaluated candidates, the fastest first; empty if the part was not searched or has none.
         is_refined: whether moves have improved them.
     """
 
     ranks: tuple[int, ...]
     problem: SearchProblem
     bound_seconds: float = 0.0
-    found: Sequence[Evaluation] = ()
+    evaluations: Sequence[Evaluation] = ()
     is_refined: bool = False
 
     @property
     def seconds(self) -> float:
         """Seconds of the fastest candidate; infinite if none fits the memory."""
-        return math.inf if not self.found or self.found[0].short_bytes else self.found[0].seconds
+        return math.inf if not self.evaluations or self.evaluations[0].short_bytes else self.evaluations[0].seconds
 
 
 def choose_part(problem: SearchProblem, report: Report | None = None) -> TrainingPlan:
@@ -69,7 +69,7 @@ def choose_part(problem: SearchProblem, report: Report | None = None) -> Trainin
         if part.bound_seconds >= limit or part.seconds > NEAR * limit:
             continue
         choice = choose_fastest_plan(part.problem) if part.problem.compression is not None else _refined(part)
-        whole.found = [choice[1], *choice[2]] if part is whole else whole.found
+        whole.evaluations = [choice[1], *choice[2]] if part is whole else whole.evaluations
         if choice[1].seconds < limit:
             best, used = choice, part.ranks
     if best is None:
@@ -81,8 +81,8 @@ def choose_part(problem: SearchProblem, report: Report | None = None) -> Trainin
 
 def _refined(part: _ClusterPart) -> ChosenPlan:
     if not part.is_refined:
-        part.found, part.is_refined = refine(part.problem, part.found), True
-    return part.problem, part.found[0], part.found[1:]
+        part.evaluations, part.is_refined = refine(part.problem, part.evaluations), True
+    return part.problem, part.evaluations[0], part.evaluations[1:]
 
 
 def _search_parts(whole: _ClusterPart, report: Report) -> list[_ClusterPart]:
@@ -133,8 +133,8 @@ def _search_part(part: _ClusterPart, report: Report, limit: float) -> None:
     near = NEAR * limit or math.inf
     if not is_raw or single_stage_bound(problem) <= limit:
         with contextlib.suppress(ArgumentError):  # nothing fits there
-            part.found = evaluate_all(problem, auto(problem, report, near if is_raw else math.inf), near)
-    part.found = with_interleaved(problem, part.found, near)
+            part.evaluations = evaluate_all(problem, auto(problem, report, near if is_raw else math.inf), near)
+    part.evaluations = with_interleaved(problem, part.evaluations, near)
 
 
 def _report_part(report: Report, part: _ClusterPart, num_before: int, num_left: int, done: float, method: str) -> None:
@@ -165,7 +165,7 @@ def _model_seconds(problem: SearchProblem, profile: LayerProfile) -> float:
 def _on_ranks(plan: TrainingPlan, ranks: tuple[int, ...], whole: _ClusterPart) -> TrainingPlan:
     """The training plan of a part of a cluster, or of its hosts in another order, as a plan of the whole cluster."""
     cluster = whole.problem.cluster
-    on_all = whole.seconds if whole.found else single_stage_bound(whole.problem)
+    on_all = whole.seconds if whole.evaluations else single_stage_bound(whole.problem)
     names = list(dict.fromkeys(cluster.host_of(rank) for rank in ranks))
     return replace(
         plan,
@@ -174,5 +174,5 @@ def _on_ranks(plan: TrainingPlan, ranks: tuple[int, ...], whole: _ClusterPart) -
         ranks=ranks,
         num_cluster_ranks=cluster.num_ranks,
         on_all_seconds=on_all if math.isfinite(on_all) else 0.0,
-        is_on_all_bound=not whole.found,
+        is_on_all_bound=not whole.evaluations,
     )

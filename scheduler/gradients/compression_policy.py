@@ -189,19 +189,19 @@ def describe_modules(
     modules: Mapping[int, torch.nn.Module], schedule: Schedule, tied_stages: Collection[int]
 ) -> dict[str, list[int]]:
     """For each kind of parallelism, the stages of this rank that have it. Tied stages count as having "dp"."""
-    found: dict[str, list[int]] = {"dp": [], "zero": [], "tp": [], "torch tp": [], "pp": []}
+    stages_of: dict[str, list[int]] = {"dp": [], "zero": [], "tp": [], "torch tp": [], "pp": []}
     if len(schedule.rank_actions) > 1:
-        found["pp"] = list(modules)
+        stages_of["pp"] = list(modules)
     for stage, module in sorted(modules.items()):
         if isinstance(module, DistributedDataParallel) or stage in tied_stages:
-            found["dp"].append(stage)
+            stages_of["dp"].append(stage)
         if is_fsdp(module):
-            found["zero"].append(stage)
+            stages_of["zero"].append(stage)
         if any(map(_is_cut, module.modules())):
-            found["tp"].append(stage)
+            stages_of["tp"].append(stage)
         elif any("tp" in _mesh_dims(parameter) for parameter in module.parameters()):
-            found["torch tp"].append(stage)
-    return found
+            stages_of["torch tp"].append(stage)
+    return stages_of
 
 
 def _is_cut(module: torch.nn.Module) -> bool:
@@ -281,7 +281,7 @@ def code_modules(modules: Mapping[int, torch.nn.Module], policy: Policy) -> Argu
         An error if FSDP shards parameters that the codec cannot encode; otherwise None.
     """
     if policy.tp is not None:
-        for grid in (each.reshard_grid for module in modules.values() for each in module.modules() if _is_cut(each)):
+        for grid in (part.reshard_grid for module in modules.values() for part in module.modules() if _is_cut(part)):
             grid.set_codec(policy.tp)  # type: ignore[union-attr, operator]
     all_gathers, reduce_scatters = policy.pair("zero")
     for stage, module in modules.items():
@@ -318,8 +318,8 @@ def _encode_collectives(module: Any, all_gathers: str | None, reduce_scatters: s
 def find_reduce_scatters(modules: Mapping[int, torch.nn.Module]) -> dict[str, CompressedReduceScatter]:
     """The encoded reduce-scatters of FSDP modules, by stage and name of the module."""
     return {
-        f"{stage}.reduce-scatter of {name}": each.reshard_reduce_scatter  # type: ignore[misc]
+        f"{stage}.reduce-scatter of {name}": submodule.reshard_reduce_scatter  # type: ignore[misc]
         for stage, module in modules.items()
-        for name, each in module.named_modules()
-        if hasattr(each, "reshard_reduce_scatter")
+        for name, submodule in module.named_modules()
+        if hasattr(submodule, "reshard_reduce_scatter")
     }

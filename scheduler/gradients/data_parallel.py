@@ -172,10 +172,10 @@ def check_loss_shards(num_loss_shards: Any, pipeline: Pipeline) -> None:
         wanted = [
             (f"num_loss_shards of stage {stage} is", number, ranks[stage]) for stage, number in num_loss_shards.items()
         ]
-    for what, number, most in wanted:
-        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most:
+    for what, number, max_number in wanted:
+        if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= max_number:
             raise ArgumentError(
-                f"{what} {number!r}; it must be an integer from 1 to {most}, the number of ranks of "
+                f"{what} {number!r}; it must be an integer from 1 to {max_number}, the number of ranks of "
                 f"{'that' if isinstance(num_loss_shards, Mapping) else 'the largest'} stage"
             )
 

@@ -214,14 +214,14 @@ def training_of(ties: Iterable[TiedParameter], modules: Mapping[int, torch.nn.Mo
     ]
 
 
-def check_training(found: Iterable[tuple[int, str, bool]]) -> None:
+def check_training(trainings: Iterable[tuple[int, str, bool]]) -> None:
     """Raise DisagreementError if only some stages train a shared parameter, because their copies would differ.
 
     Args:
-        found: the results of :func:`training_of` on all ranks.
+        trainings: the results of :func:`training_of` on all ranks.
     """
     first: dict[int, tuple[str, bool]] = {}
-    for index, name, is_trained in found:
+    for index, name, is_trained in trainings:
         other, was_trained = first.setdefault(index, (name, is_trained))
         if is_trained != was_trained:
             trained, frozen = (name, other) if is_trained else (other, name)

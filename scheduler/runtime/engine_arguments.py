@@ -212,12 +212,12 @@ def check_order(order: Any, pipeline: Pipeline, device: str) -> None:
 
 def find_replica_ranks(group: Group, pipeline: Pipeline, stages: Mapping[int, StageRun]) -> dict[int, tuple[int, ...]]:
     """``{stage: ranks}`` of the replicas that DDP joins, for the stages of this rank under DDP."""
-    found = {}
+    replicas_of = {}
     for stage, run in stages.items():
         mesh = pipeline.stages[stage].mesh
         assert mesh is not None
-        found[stage] = find_replicas(group, stage, run.module, mesh)
-    return {stage: ranks for stage, ranks in found.items() if ranks}
+        replicas_of[stage] = find_replicas(group, stage, run.module, mesh)
+    return {stage: ranks for stage, ranks in replicas_of.items() if ranks}
 
 
 def _check_types(values: Sequence[tuple[str, Any, type]]) -> None:

@@ -106,13 +106,13 @@ def compile_actions(
     def channel_ends(
         action: Action, others: Sequence[int], *, is_forward: bool, is_input: bool
     ) -> tuple[ChannelEnd, ...]:
-        found = []
+        ends_of_channels = []
         for other in others:
             ends = (other, action.stage) if is_input else (action.stage, other)
             channel = StageChannel(*ends, is_forward)
             is_local = schedule.pp_rank_of_stage[other] == pp_rank
-            found.append(ChannelEnd(other, channel, slot_of(channel, action.microbatch), is_local))
-        return tuple(found)
+            ends_of_channels.append(ChannelEnd(other, channel, slot_of(channel, action.microbatch), is_local))
+        return tuple(ends_of_channels)
 
     def compile_action(action: Action) -> Transfer | Computation:
         stage, microbatch = action.stage, action.microbatch

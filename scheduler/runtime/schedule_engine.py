@@ -211,7 +211,7 @@ class ScheduleEngine:
         shared = {str(stage): frozen[str(stage)] for stage, run in self._stages.items() if fsdp_ranks(run.module)}
         trained = training_of(self._options.ties, modules)
         gathered = sorted(self.exchange([trained, shared], failure).items())
-        check_training(each for _, (found, _) in gathered for each in found)
+        check_training(training for _, (trainings, _) in gathered for training in trainings)
         check_frozen({item: digests for item, (_, digests) in gathered})
         return replicas
 

@@ -450,12 +450,12 @@ class RankStep:
 
     def collect(self, item: Computation) -> dict[int, Tensors]:
         """Wait for the inputs of a computation, and return them by the stage that sends them."""
-        found = {}
+        inputs = {}
         for end in item.inputs:
             transfer = self.pending.pop(end.slot)
             with self.observe("wait for", end.channel, item.action.microbatch):
-                found[end.other] = transfer.take()
-        return found
+                inputs[end.other] = transfer.take()
+        return inputs
 
     def pass_on(self, item: Computation, sent: Mapping[int, Tensors]) -> None:
         """Keep the outputs of a computation until they are sent. Pass them at once to stages of the same pp rank."""

@@ -27,8 +27,8 @@ def keep_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     buffers = [
         (held, name, buffer, buffer.detach().clone())
         for module in modules
-        for each in module.modules()
-        for held in torch_compat.held_tensors(each)[1:]
+        for submodule in module.modules()
+        for held in torch_compat.held_tensors(submodule)[1:]
         for name, buffer in held.items()
         if buffer is not None
     ]
@@ -79,8 +79,8 @@ def warm_up(run: StageRun, pipeline: Pipeline, fed: Mapping[str, Any], rank: int
 
 
 def _run_backward(output: Any, leaves: Sequence[torch.Tensor]) -> None:
-    found = [tree_leaf for tree_leaf in torch_compat.tree_leaves(output) if isinstance(tree_leaf, torch.Tensor)]
-    roots = [item for item in found if item.requires_grad]
+    tensors = [tree_leaf for tree_leaf in torch_compat.tree_leaves(output) if isinstance(tree_leaf, torch.Tensor)]
+    roots = [item for item in tensors if item.requires_grad]
     leaves = [leaf for leaf in leaves if leaf.requires_grad]
     if roots and leaves:
         torch.autograd.grad(roots, leaves, [torch.zeros_like(root) for root in roots], allow_unused=True)

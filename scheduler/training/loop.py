@@ -313,10 +313,10 @@ def check_resumed(job: TrainingJob) -> None:
 
     Nothing is checked if this machine has no such checkpoint, or cannot read it: the ranks then say so.
     """
-    found = find_model_shapes(job.checkpoint) if job.resume and job.checkpoint is not None else None
-    if found is None:
+    newest = find_model_shapes(job.checkpoint) if job.resume and job.checkpoint is not None else None
+    if newest is None:
         return
-    folder, saved = found
+    folder, saved = newest
     config = job.preset.config
     wanted = {name: tuple(tensor.shape) for name, tensor in make_model(config).state_dict().items()}
     kind = "blocks" if isinstance(config, GPTConfig) else "layers"

@@ -189,5 +189,5 @@ def _find_function(place: str, name: str) -> Callable[[], Any]:
     function = getattr(module, name, None)
     if not callable(function):
         raise ArgumentError(f"{place} has no function {name!r}; pass the function that returns (model, batch)")
-    found: Callable[[], Any] = function
-    return found
+    checked: Callable[[], Any] = function
+    return checked

@@ -104,7 +104,7 @@ def _slow_return_in_place(rank, _, store):
     model = make_model(2)
     with Subscriber(model, raw, mode="in_place") as subscriber:
         if rank == 2:
-            subscriber._receiver._changed = _SlowReturn()
+            subscriber._receiver._changed = _SlowReturn(subscriber._receiver._lock)
         raw.set(f"ready{rank}", "")
         for version in (1, 2):
             assert subscriber.update(60) == version and is_version(model, version)

@@ -140,9 +140,9 @@ def _join_columns(
     curves = []
     for arrow, (a, b) in enumerate(zip(senders, receivers, strict=True)):
         points = []
-        for end, (number, way) in enumerate(zip((a, b), out[arrow], strict=True)):
+        for end, (number, side_of_end) in enumerate(zip((a, b), out[arrow], strict=True)):
             frame = frames[number]
-            points.append((frame.x + (frame.width if way > 0 else 0), at[arrow, end]))
+            points.append((frame.x + (frame.width if side_of_end > 0 else 0), at[arrow, end]))
         (x0, y0), (x1, y1) = points
         if is_src[a] == is_src[b]:
             bulge = min(14 + abs(y1 - y0) * 0.25, _SIDE + 8.0)

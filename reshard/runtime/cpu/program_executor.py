@@ -429,10 +429,10 @@ class _Execution:
         """
         if self.digests is None:
             return
-        for recv, found in passed_on.items():
+        for recv, digests_of in passed_on.items():
             brought = self.program.recvs[recv]
-            if sum(map(len, found.values())) == brought.nbytes:
-                digest = digest_concatenated([found[first] for first in sorted(found)])
+            if sum(map(len, digests_of.values())) == brought.nbytes:
+                digest = digest_concatenated([digests_of[first] for first in sorted(digests_of)])
                 if digest != self.digests.received[brought.id]:
                     raise WrongCopyError(op.id)
 

@@ -113,14 +113,14 @@ class RegionCopier:
         """
         addresses = self.find_addresses((buffer.data_ptr(),))
         for unit in (16, 8, 4, 2, 1):
-            least = 0  # words of a row that the previous tile still covers
+            covered = 0  # words of a row that the previous tile still covers
             for _, across in TILES:
-                width = (least * min(unit, MAX_WORD) // unit + 1) * unit
+                width = (covered * min(unit, MAX_WORD) // unit + 1) * unit
                 region = (0, 0, 0, width, 1, 1, 1, 0, 0, 0)
                 for table in make_tables([region], [unit]) if width <= buffer.numel() else ():
                     for to_buffer in (True, False):
                         self.copy(self.upload(table), addresses, buffer, to_buffer)
-                least = across
+                covered = across
 
     def copy(
         self, uploaded: tuple[RegionTable, torch.Tensor, torch.Tensor], addresses: torch.Tensor, buffer: torch.Tensor,

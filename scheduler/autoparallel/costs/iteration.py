@@ -266,10 +266,10 @@ def _trials(
     if num > 1 and thorough and 3 * count * num <= MAX_ACTIONS:
         auto = partial(auto_schedule, pp_rank_of_stage=pp_ranks, can_split=can_split)
         try:
-            found = auto(model.pipeline, count, activation_limit_bytes=SCALED_LIMIT)
+            schedule = auto(model.pipeline, count, activation_limit_bytes=SCALED_LIMIT)
         except ScheduleError:
             return
-        yield _trial_of(found.name, model.numbers(computations(found)), costs, pp_ranks)
+        yield _trial_of(schedule.name, model.numbers(computations(schedule)), costs, pp_ranks)
 
 
 def _trial_of(name: str, order: RankOrders, costs: Sequence[StageCost], pp_ranks: Sequence[int]) -> _Trial:

@@ -47,8 +47,8 @@ def make_model_graph(model: ModelShapes, sequence: int) -> LayerGraph:
     """
     stacks = {layer[0] for layer in map(layer_of, model.tensors) if layer is not None}
     if len(stacks) != 1:
-        found = f"the stacks {format_names(stacks)}" if stacks else "no numbered layers"
-        raise ArgumentError(f"{model.name} has {found}; --model needs a model with one stack of layers")
+        description = f"the stacks {format_names(stacks)}" if stacks else "no numbered layers"
+        raise ArgumentError(f"{model.name} has {description}; --model needs a model with one stack of layers")
     longest = getattr(model.config, "max_position_embeddings", None)
     if isinstance(longest, int) and sequence > longest:
         raise ArgumentError(f"--sequence is {sequence}, but {model.name} takes at most {longest} tokens")

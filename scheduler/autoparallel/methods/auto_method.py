@@ -106,9 +106,9 @@ def _shrink(problem: SearchProblem, candidate: Candidate) -> Candidate:
             left -= 3 * changed.num_microbatches * len(changed.stages)
             if left < 0:
                 break
-            found = evaluate(problem, changed)
-            if found is not None and found.short_bytes < best.short_bytes:
-                best, gained = found, True
+            evaluation = evaluate(problem, changed)
+            if evaluation is not None and evaluation.short_bytes < best.short_bytes:
+                best, gained = evaluation, True
                 break
     return candidate if best is None else best.candidate
 
@@ -192,21 +192,21 @@ def _change_alike(problem: SearchProblem, best: Evaluation) -> list[Evaluation]:
 
     Local moves compare candidates under the known schedules, which may rank them otherwise.
     """
-    found = []
+    evaluations = []
     for candidate in changed_alike(problem, best.candidate):
         target = best.seconds * (1 - MIN_GAIN)
         if step_bound(problem, candidate) < target:
             better = evaluate(problem, candidate, thorough=True, below_seconds=target)
             if better is not None:
                 best = better
-                found.append(better)
-    return found
+                evaluations.append(better)
+    return evaluations
 
 
 def _thorough(problem: SearchProblem, evaluation: Evaluation) -> Evaluation:
     """The evaluation with the schedule of ``auto_schedule`` if that is better."""
-    found = evaluate(problem, evaluation.candidate, thorough=True)
-    return evaluation if found is None or order(found) >= order(evaluation) else found
+    thorough = evaluate(problem, evaluation.candidate, thorough=True)
+    return evaluation if thorough is None or order(thorough) >= order(evaluation) else thorough
 
 
 def interleave(problem: SearchProblem, evaluations: Sequence[Evaluation], limit_seconds: float) -> list[Evaluation]:
@@ -217,8 +217,8 @@ def interleave(problem: SearchProblem, evaluations: Sequence[Evaluation], limit_
     """
     if problem.rules.max_stages_per_rank < 2 or limit_seconds == math.inf:
         return []
-    found = _simulate_interleaved(problem, _pipelines(evaluations), limit_seconds, limit_seconds * NEAR_INTERLEAVED)
-    improved = [improve(problem, item) for item in sorted(found, key=order)[:NUM_IMPROVED]]
+    simulated = _simulate_interleaved(problem, _pipelines(evaluations), limit_seconds, limit_seconds * NEAR_INTERLEAVED)
+    improved = [improve(problem, item) for item in sorted(simulated, key=order)[:NUM_IMPROVED]]
     return sorted((item for item in improved if item.seconds < limit_seconds * (1 - MIN_GAIN)), key=order)[:1]
 
 
@@ -239,7 +239,7 @@ def _simulate_interleaved(
     Args:
         limit_seconds: see :func:`~.interleaving.interleaved`.
     """
-    found: list[Evaluation] = []
+    interleaved_ones: list[Evaluation] = []
     left = MOVE_BUDGET
     for candidate in itertools.islice(interleaved(problem, plain[:NUM_INTERLEAVED], limit_seconds), MAX_INTERLEAVED):
         left -= 3 * candidate.num_microbatches * len(candidate.stages)
@@ -247,8 +247,8 @@ def _simulate_interleaved(
             break
         evaluation = evaluate(problem, candidate, below_seconds=below_seconds)
         if evaluation is not None:
-            found.append(evaluation)
-    return found
+            interleaved_ones.append(evaluation)
+    return interleaved_ones
 
 
 def simplify(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -270,20 +270,20 @@ def simplify(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> Evalu
 
     def simpler_tie() -> Evaluation | None:
         nonlocal left, num_thorough
-        most = best.candidate.complexity
-        others = [item for item in (*near, *neighbours(problem, best.candidate)) if item.complexity < most]
+        complexity = best.candidate.complexity
+        others = [item for item in (*near, *neighbours(problem, best.candidate)) if item.complexity < complexity]
         others += fewer_microbatches(problem, best.candidate)
         for candidate in sorted(others, key=lambda item: item.complexity):
             if candidate.text in tried or step_bound(problem, candidate) > limit:
                 continue
             tried.add(candidate.text)
-            found = near.get(candidate) or evaluate(problem, candidate, below_seconds=limit * NEAR_TIE)
-            if found is not None and found.seconds > limit:
-                found, left = _shorten(problem, found, limit, left)
-                if found.seconds > limit and num_thorough:
-                    found, num_thorough = _thorough(problem, found), num_thorough - 1
-            if found is not None and found.seconds <= limit:
-                return found
+            simpler = near.get(candidate) or evaluate(problem, candidate, below_seconds=limit * NEAR_TIE)
+            if simpler is not None and simpler.seconds > limit:
+                simpler, left = _shorten(problem, simpler, limit, left)
+                if simpler.seconds > limit and num_thorough:
+                    simpler, num_thorough = _thorough(problem, simpler), num_thorough - 1
+            if simpler is not None and simpler.seconds <= limit:
+                return simpler
         return None
 
     while (simpler := simpler_tie() or _interleaved_tie(problem, evaluations, best, limit)) is not None:
@@ -300,8 +300,8 @@ def _interleaved_tie(
         return None
     fewer = problem.changed(microbatch_counts=(max(counts),))
     plain = [replace(item, num_microbatches=max(counts)) for item in _pipelines(evaluations)]
-    found = _simulate_interleaved(fewer, plain, limit, limit)
-    return min(found, key=lambda item: (item.candidate.complexity, item.rank_key), default=None)
+    simulated = _simulate_interleaved(fewer, plain, limit, limit)
+    return min(simulated, key=lambda item: (item.candidate.complexity, item.rank_key), default=None)
 
 
 def _shorten(problem: SearchProblem, start: Evaluation, limit: float, budget: int) -> tuple[Evaluation, int]:
@@ -323,9 +323,9 @@ def _shorten(problem: SearchProblem, start: Evaluation, limit: float, budget: in
             budget -= 3 * candidate.num_microbatches * len(candidate.stages)
             if budget < 0:
                 return best, 0
-            found = evaluate(problem, candidate, below_seconds=target)
-            if found is not None:
-                best, gained = found, True
+            evaluation = evaluate(problem, candidate, below_seconds=target)
+            if evaluation is not None:
+                best, gained = evaluation, True
                 break
     return best, budget
 

@@ -160,7 +160,7 @@ def _fastest(problem: SearchProblem, first: int, end: int, count: int) -> list[_
 
     def slowdown(mesh: _Mesh) -> float:
         pairs = [pair for pair in zip(mesh.seconds, min_seconds, strict=True) if math.isfinite(pair[0])]
-        return sum(own for own, _ in pairs) / (sum(least for _, least in pairs) or 1.0)
+        return sum(own for own, _ in pairs) / (sum(minimum for _, minimum in pairs) or 1.0)
 
     partial = [mesh for mesh in made if mesh not in whole and math.isfinite(min(mesh.seconds))]
     groups = (

@@ -92,14 +92,14 @@ class _BottleneckSearch:
     def price(self, entry: _Entry) -> Iterator[_Entry]:
         """The best plan of a bottleneck time that was searched, with more prices."""
         price_edges(self.tables, entry.stages, self.prices)
-        for found in self.search_one(entry.first):
-            if price_edges(self.tables, found.stages, self.prices):
-                yield found
+        for candidate in self.search_one(entry.first):
+            if price_edges(self.tables, candidate.stages, self.prices):
+                yield candidate
                 continue
-            self.exact[entry.first] = found.value
-            yield replace(found, is_exact=True)
+            self.exact[entry.first] = candidate.value
+            yield replace(candidate, is_exact=True)
             if entry.first == _NO_LIMIT:
-                yield self.entry(0, _NO_LIMIT, found.value)
+                yield self.entry(0, _NO_LIMIT, candidate.value)
 
     def divide(self, entry: _Entry) -> Iterator[_Entry]:
         """Search one of several bottleneck times. It bounds the plans of those below it, which allow no other plans."""
@@ -109,10 +109,10 @@ class _BottleneckSearch:
         number = (first + end) // 2
         if end == _NO_LIMIT:
             number, self.step = first + self.step, max(1, 2 * self.step)
-        for found in self.search_one(number):
-            yield found
+        for entry_of_number in self.search_one(number):
+            yield entry_of_number
             if first < number:
-                yield self.entry(first, number, found.value)
+                yield self.entry(first, number, entry_of_number.value)
         if number + 1 < end:
             yield self.entry(number + 1, end, entry.value)
 
@@ -136,17 +136,17 @@ def best_plans(problem: SearchProblem, below_seconds: float = math.inf) -> Itera
             first = _NO_LIMIT if count == 1 else 0  # a limit does not make the step of one microbatch shorter
             heap.append(counts[count].entry(first, _NO_LIMIT, trip))
     heapq.heapify(heap)
-    found: dict[str, int] = {}  # numbers of microbatches by the text of the plan
+    count_of_plan: dict[str, int] = {}  # numbers of microbatches by the text of the plan
     while heap and heap[0].seconds < below_seconds:
         entry = heapq.heappop(heap)
         search = counts[entry.count]
-        if sum(count == entry.count for count in found.values()) >= PER_COUNT:
+        if sum(count == entry.count for count in count_of_plan.values()) >= PER_COUNT:
             continue
         if entry.is_exact:
             candidate = Candidate("joint", entry.stages, entry.count, entry.seconds)
-            if candidate.text not in found:
+            if candidate.text not in count_of_plan:
                 below_seconds = min(below_seconds, math.nextafter(NEAR * entry.seconds, math.inf))
-                found[candidate.text] = entry.count
+                count_of_plan[candidate.text] = entry.count
                 yield candidate
             continue
         if entry.first == _NO_LIMIT and not entry.stages:
