@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,7 +50,8 @@ class ModelShapes:
     Attributes:
         name: name of the class in transformers.
         tensors: parameters and persistent buffers; tied ones once.
-        num_heads: attention heads; 0 if the config does not say.
+        num_heads: attention heads; 0 if the config does not say. If layers have different numbers, this and the next
+            number are the largest that divide those of all layers.
         num_kv_heads: heads of keys and values.
         tied: for each name of a tied tensor that is not in ``tensors``, the name of the tensor.
         config: its config, or the part of it that describes the language model.
@@ -98,7 +100,11 @@ def _read_model(source: str, dtype: str | None) -> ModelShapes:
             f"transformers {transformers.__version__} has no model for {source}: {type(error).__name__}: {error}"
         ) from error
     text = config.get_text_config()
-    num_heads = int(getattr(text, "num_attention_heads", 0) or 0)
+    num_layers = int(getattr(text, "num_hidden_layers", 0) or 0)
+    num_heads, num_kv_heads = (
+        math.gcd(*(int(read_field(text, name, layer) or 0) for layer in range(max(1, num_layers))))
+        for name in ("num_attention_heads", "num_key_value_heads")
+    )
     name_of = {id(value): name for name, value in model.named_parameters()}
     parameters = set(name_of.values())
     every = model.named_parameters(remove_duplicate=False)
@@ -120,7 +126,7 @@ def _read_model(source: str, dtype: str | None) -> ModelShapes:
         type(model).__name__,
         tuple(tensors),
         num_heads,
-        int(getattr(text, "num_key_value_heads", None) or num_heads),
+        num_kv_heads or num_heads,
         tied,
         text,
     )
@@ -159,6 +165,14 @@ def _read_config(source: str) -> Any:
     if path.is_dir():
         return AutoConfig.from_pretrained(path)
     return AutoConfig.from_pretrained(source)
+
+
+def read_field(config: Any, name: str, layer: int) -> Any:
+    """A field of a config for one layer; None if it has none. Layers of some models have different values."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers raises an error of its own if the layers differ
+        return getattr(config.per_layer_config[layer], name, None)
 
 
 def _style_of(name: str, plan: Mapping[str, str] | None) -> str:

@@ -12,9 +12,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from reshard.cli.model_shapes import BY_COLUMNS, BY_ROWS, ModelShapes, ModelTensor, layer_of
+from reshard.cli.model_shapes import BY_COLUMNS, BY_ROWS, ModelShapes, ModelTensor, layer_of, read_field
 from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
 from reshard.formatting import format_names
@@ -50,9 +50,18 @@ def make_model_graph(model: ModelShapes, sequence: int) -> LayerGraph:
         description = f"the stacks {format_names(stacks)}" if stacks else "no numbered layers"
         raise ArgumentError(f"{model.name} has {description}; --model needs a model with one stack of layers")
     longest = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(longest, int) and sequence > longest:
+    if isinstance(longest, int) and 0 < longest < sequence:
         raise ArgumentError(f"--sequence is {sequence}, but {model.name} takes at most {longest} tokens")
     return _Maker(model, sequence).make()
+
+
+class _Heads(NamedTuple):
+    """The attention heads of a layer: numbers, and features of a query or key and of a value."""
+
+    number: int
+    num_kv: int
+    key_size: int
+    value_size: int
 
 
 class _Maker:
@@ -63,15 +72,11 @@ class _Maker:
         self._model, self._config, self._sequence = model, config, sequence
         self._hidden = int(config.hidden_size)
         self._vocabulary = int(config.vocab_size)
-        self._heads, self._kv_heads = model.num_heads, model.num_kv_heads
-        head_size = getattr(config, "head_dim", None) or self._hidden // max(1, self._heads)
-        self._key_size = int(getattr(config, "qk_head_dim", None) or head_size)
-        self._value_size = int(getattr(config, "v_head_dim", None) or head_size)
         dtype = next(tensor.dtype for tensor in model.tensors if len(tensor.shape) > 1)
         self._dtype = dtype if ITEMSIZE[dtype] >= 2 else "bfloat16"  # matrix products of 8-bit weights return 16 bits
         self._size = ITEMSIZE[self._dtype]
         self._stream = float(sequence * self._hidden * self._size)
-        heads = math.gcd(self._heads, self._kv_heads)
+        heads = math.gcd(model.num_heads, model.num_kv_heads)
         has_plan = any(_is_divided(tensor) for tensor in model.tensors if layer_of(tensor) is not None)
         self._tp_limit = max(1, heads & -heads) if has_plan else 1
 
@@ -136,13 +141,13 @@ class _Maker:
 
     def _make_layer(self, name: str, number: int, tensors: Sequence[ModelTensor]) -> Layer:
         divided = [tensor for tensor in tensors if _is_divided(tensor)]
+        heads = self._heads_of(number)
         is_attention = self._span(number) > 0 and any(_ATTENTION.search(tensor.name) for tensor in tensors)
         work = saved = tp_saved = 0.0
         if is_attention:
-            features = self._key_size + self._value_size
-            work += 2.0 * self._sequence * self._span(number) * self._heads * features
+            work += 2.0 * self._sequence * self._span(number) * heads.number * (heads.key_size + heads.value_size)
             # queries, keys and values for each query head; the output and its copy for the projection
-            kept = float(self._sequence * self._heads * (2 * self._key_size + 3 * self._value_size) * self._size)
+            kept = float(self._sequence * heads.number * (2 * heads.key_size + 3 * heads.value_size) * self._size)
             saved += kept
             tp_saved += kept if any(_ATTENTION.search(tensor.name) for tensor in divided) else 0
         for tensor in tensors:
@@ -158,7 +163,7 @@ class _Maker:
                 if tensor.is_expert and _LAST_OF_MLP.search(tensor.name):
                     saved += 2 * self._stream * chosen * tensor.shape[0]  # tokens in the order of experts, and outputs
             elif _NORM.search(tensor.name) and tensor.name.endswith("weight"):
-                saved += self._kept_of_norm(tensor, tensors)
+                saved += self._kept_of_norm(tensor, tensors, heads)
         key = _key(self._model.name, tensors, self._sequence, str(self._span(number)))
         layer = Layer(name, key, work, _count(tensors), saved, self._stream)
         num_sums = sum(tensor.tp_style in BY_COLUMNS and len(tensor.shape) > 1 for tensor in divided)
@@ -171,15 +176,28 @@ class _Maker:
                 tp_all_reduces=num_sums,
                 tp_all_reduce_bytes=self._stream,
             )
-        refusal = self._grid_refusal()
-        return replace(layer, grid_refusal=refusal) if refusal else replace(layer, grid_sizes=self._grid_sizes(tensors))
+        kind = getattr(self._config, "model_type", "")
+        if kind not in ("gpt2", "llama"):
+            return replace(layer, grid_refusal=f"reshard.parallel divides GPT-2 and Llama, not {kind}")
+        return replace(layer, grid_sizes=self._grid_sizes(tensors, heads))
+
+    def _heads_of(self, number: int) -> _Heads:
+        """The attention heads of a layer."""
+
+        def read(name: str) -> int:
+            return int(read_field(self._config, name, number) or 0)
+
+        heads = read("num_attention_heads")
+        size = read("head_dim") or self._hidden // max(1, heads)
+        num_kv = read("num_key_value_heads") or heads
+        return _Heads(heads, num_kv, read("qk_head_dim") or size, read("v_head_dim") or size)
 
     def _span(self, number: int) -> int:
         """The tokens that a token may attend to in a layer; 0 without attention."""
         kinds = getattr(self._config, "layer_types", None)
         kind = kinds[number] if kinds and number < len(kinds) else "full_attention"
         if kind == "sliding_attention":
-            return min(self._sequence, int(getattr(self._config, "sliding_window", None) or self._sequence))
+            return min(self._sequence, int(read_field(self._config, "sliding_window", number) or self._sequence))
         return self._sequence if "attention" in kind and not kind.startswith("linear") else 0
 
     def _chosen_part(self, tensor: ModelTensor) -> float:
@@ -205,19 +223,15 @@ class _Maker:
             features *= 2 if gated == 2 * math.prod(tensor.shape) else 1  # what the gate's activation returns, too
         return self._sequence * features * self._size
 
-    def _kept_of_norm(self, norm: ModelTensor, others: Sequence[ModelTensor]) -> float:
+    def _kept_of_norm(self, norm: ModelTensor, others: Sequence[ModelTensor], heads: _Heads) -> float:
         """Bytes that a norm makes autograd keep: its input and its output; in RMSNorm also the input in float32."""
         features = norm.shape[0]
-        if features == self._key_size != self._hidden:  # of each head
-            features *= self._kv_heads if "k_" in norm.name else self._heads
+        if features == heads.key_size != self._hidden:  # of each head
+            features *= heads.num_kv if "k_" in norm.name else heads.number
         has_bias = any(other.name == norm.name.removesuffix("weight") + "bias" for other in others)
         return float(self._sequence * features * (2 * self._size + (0 if has_bias else _FLOAT32)))
 
-    def _grid_refusal(self) -> str:
-        kind = getattr(self._config, "model_type", "")
-        return "" if kind in ("gpt2", "llama") else f"reshard.parallel divides GPT-2 and Llama, not {kind}"
-
-    def _grid_sizes(self, tensors: Sequence[ModelTensor]) -> LayerSizes:
+    def _grid_sizes(self, tensors: Sequence[ModelTensor], heads: _Heads) -> LayerSizes:
         """The matrix products of a layer; matrices that share an input are one."""
         ends = [tensor for tensor in tensors if len(tensor.shape) > 1 and _ends_block(tensor)]
         products = []
@@ -226,7 +240,7 @@ class _Maker:
             firsts = [t for t in tensors if len(t.shape) > 1 and t.name.startswith(block) and t is not end]
             size = math.prod(end.shape) // self._hidden
             products += [(self._hidden, sum(math.prod(t.shape) for t in firsts) // self._hidden), (size, self._hidden)]
-        return LayerSizes(self._hidden, self._sequence, tuple(products), self._heads, self._key_size, num_norms=2)
+        return LayerSizes(self._hidden, self._sequence, tuple(products), heads.number, heads.key_size, num_norms=2)
 
 
 def _ends_block(tensor: ModelTensor) -> bool:

@@ -99,6 +99,18 @@ def test_model_without_a_plan_is_not_divided_and_sliding_attention_reads_its_win
     assert full.forward_flops - sliding.forward_flops == 4 * SEQUENCE * (SEQUENCE - 64) * 128
 
 
+def test_layers_with_other_heads_are_counted_as_they_are(tmp_path):
+    """Gemma 4: layers with full attention have larger heads."""
+    sizes = SIZES | {"head_dim": 16, "global_head_dim": 32, "intermediate_size": 256, "num_key_value_heads": 4}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    more = {"layer_types": kinds, "sliding_window": 256, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 512}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4_text"} | sizes | more))
+    sliding, full = make_model_graph(read_model(str(tmp_path / "config.json"), None), SEQUENCE).layers[1:3]
+    works = [layer.forward_flops - 4 * SEQUENCE**2 * 8 * size for layer, size in ((sliding, 16), (full, 32))]
+    wider = 2 * 16 * 8 * 128 + 2 * 16 * 4 * 128  # queries and output, keys and values
+    assert works[1] - works[0] == 2 * SEQUENCE * wider
+
+
 def test_search_plans_a_config_and_refuses_what_it_cannot(tmp_path, capsys):
     rest = ["--topology", "tcp", "--devices", "4", "--memory", "1GB", "--samples", "8"]
     path = _write(tmp_path, "llama")
