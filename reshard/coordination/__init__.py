@@ -33,7 +33,7 @@ from reshard.coordination.liveness.interruptions import (
     publish_exceptions,
 )
 from reshard.coordination.liveness.membership import count_call, remaining_ranks
-from reshard.coordination.liveness.presence import has_ended
+from reshard.coordination.liveness.presence import copy_presence, has_ended
 from reshard.coordination.liveness.status import report_dead
 from reshard.coordination.topology_discovery import topology_of_names, warn_of_hosts
 
@@ -50,6 +50,7 @@ __all__ = [
     "all_gather_json",
     "calling",
     "check_inside",
+    "copy_presence",
     "count_call",
     "describe_error",
     "explain_lost_store",

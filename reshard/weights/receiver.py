@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -19,6 +19,7 @@ from reshard.errors import RemoteError, ReshardError, TransferTimeoutError
 from reshard.weights.install import Installer, ReceiveInPlace, TensorsByName
 from reshard.weights.membership.attempts import SWAP, key_of
 from reshard.weights.membership.mailbox import MailboxMessage
+from reshard.weights.membership.roster import Roster
 from reshard.weights.membership.survivors import on_ranks
 from reshard.weights.membership.team import AGREE_SECONDS, Team, exchange, lost_store_error, run_collectively
 from reshard.weights.model.holdings import Value
@@ -210,9 +211,14 @@ class Receiver:
     def _fetch_again(self, message: MailboxMessage) -> None:
         """Ask for the last version again: the trainer has dropped this engine, which was too slow or failed."""
         self._problem = message["why"]
-        if self._leader is not None:
-            self._team.roster.enlist(self._team.id)
-            self._leader.fetch()
+        if self._leader is None:
+            return
+        rank = self._team.find_ended()
+        if rank is not None:  # others would wait for it
+            self.fail(RemoteError(f"rank {rank} of the engine has ended or has closed its Subscriber"))
+            return
+        self._team.roster.enlist(self._team.id)
+        self._leader.fetch()
 
     def _receive_version(self, message: MailboxMessage) -> None:
         """Receive a version into the shadow."""
@@ -317,7 +323,9 @@ class Receiver:
                 held = match(trainer, source, "the engine that holds the version")
                 pieces = [compose(held, wanted) for wanted in pieces]
             place = 1 + message["engines"].index(self._team.id)
-            store = dist.PrefixStore(f"routes/{message['route']}", self._team.raw)
+            store = dist.PrefixStore(prefix := f"routes/{message['route']}", self._team.raw)
+            if self._team.is_leader:
+                roster.share_presence(prefix, _ranks_of_route(message, source.size, roster))
             options = replace(self._options, is_shared=bool(message.get("compression")))
             route = Route(store, source, list(targets.values()), pieces, place, self._team.rank, options)
             self._route = message["route"], route
@@ -373,7 +381,9 @@ class Receiver:
             source = self._manifest.resolve(trainer)
             held = match(trainer, source, "the engine")
             pieces = [compose(held, match(trainer, manifest, key)) for key, manifest in targets.items()]
-            store = dist.PrefixStore(f"routes/{message['route']}", self._team.raw)
+            store = dist.PrefixStore(prefix := f"routes/{message['route']}", self._team.raw)
+            if self._team.is_leader:
+                self._team.roster.share_presence(prefix, _ranks_of_route(message, source.size, self._team.roster))
             route = Route(store, source, list(targets.values()), pieces, 0, self._team.rank, self._options)
             try:
                 route.start_sending(self._complete_arrays).wait(self._options.timeout_seconds)
@@ -467,6 +477,14 @@ def _run(function: Callable[[], None], future: Future[None]) -> BaseException | 
         future.set_exception(RemoteError(f"{type(error).__name__} while it installed a version"))
         return error
     return None
+
+
+def _ranks_of_route(message: MailboxMessage, source_size: int, roster: Roster) -> Iterator[tuple[str, str, int]]:
+    """The kind and the id of the team, and the rank there, of each rank of the route that a message names."""
+    kind, team_id = ("engine", message["holder"]) if "holder" in message else ("trainer", message["trainer"])
+    yield from ((kind, team_id, rank) for rank in message.get("ranks", range(source_size)))
+    for engine in message["engines"]:
+        yield from (("engine", engine, rank) for rank in range(roster.member("engine", engine).manifest.size))
 
 
 def _shares(first: TensorsByName, second: TensorsByName) -> bool:

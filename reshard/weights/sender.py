@@ -251,7 +251,11 @@ class Sender:
             manifest = on_ranks(self._manifest, ranks, "the trainer")
             self._rank = ranks.index(self._team.rank)
             pieces = {name: match(manifest, target, name) for name, target in engines.items()}
-            store = dist.PrefixStore(f"routes/{key}", self._team.raw)
+            store = dist.PrefixStore(prefix := f"routes/{key}", self._team.raw)
+            if self._rank == 0:
+                members = [("trainer", self._team.id, rank) for rank in ranks]
+                members += [("engine", name, rank) for name, engine in engines.items() for rank in range(engine.size)]
+                self._team.roster.share_presence(prefix, members)
             targets = list(engines.values())
             self._checkers = {}
             for name, target in engines.items():  # engines with equal models share one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -141,7 +142,11 @@ class Subscriber:
         """The version that the model holds; None before the first update, and if a swap has failed."""
         return self._receiver.installed_version
 
-    @publish_exceptions(lambda error, args, _: args[0]._leave(args[0]._team.left_error(error)))
+    @publish_exceptions(
+        lambda error, args, _: args[0]._leave(
+            args[0]._team.left_error(error), args[0]._receiver.last_swap, _name_call()
+        )
+    )
     def update(self, timeout_seconds: float = 60.0) -> int:
         """Wait for a version that is newer than that of the model, and swap it in. Every rank of the engine calls it.
 
@@ -163,12 +168,12 @@ class Subscriber:
             ReshardError: ``load_weights`` has failed. ``version`` is the one that was loaded again, or None.
             ArgumentError: the model does not fit that of the trainer.
         """
-        receiver, last_swap = self._receiver, self._receiver.last_swap
+        receiver, last_swap, call = self._receiver, self._receiver.last_swap, _name_call()
         try:
             seconds = check_timeout(timeout_seconds)
             if self._team.is_closed:
                 raise ArgumentError("this Subscriber is closed")
-            self._wait_for_swap(seconds, last_swap)
+            self._wait_for_swap(seconds, last_swap, call)
             if receiver.swap_error is not None:
                 raise rebuild_error(*describe_error(receiver.swap_error))
             assert receiver.installed_version is not None
@@ -178,14 +183,21 @@ class Subscriber:
         except BaseException as error:
             mark_published(error)
             if receiver.last_swap == last_swap:  # after a swap, the other ranks wait for nothing
-                self._leave(self._team.left_error(error))
+                left = self._team.left_error(error)
+                try:
+                    self._leave(left, last_swap, call)
+                except BaseException as again:  # a second interrupt
+                    mark_published(again)
+                    self._leave(left, last_swap, call)
+                    raise
             raise
 
-    def _wait_for_swap(self, seconds: float, last_swap: int) -> None:
+    def _wait_for_swap(self, seconds: float, last_swap: int, call: str) -> None:
         """Wait until the next attempt ends in a swap. If it ends otherwise, all ranks raise the same error.
 
         Args:
             last_swap: number of the attempt that ended in the last swap before this call.
+            call: as for :meth:`Attempts.give_up`.
         """
         receiver, attempts, deadline = self._receiver, self._attempts, time.monotonic() + seconds
         receiver.check_usable()
@@ -197,6 +209,7 @@ class Subscriber:
             error = TransferTimeoutError(
                 f"rank {self._team.rank} of the engine: no newer version was complete on all ranks, or not all ranks "
                 f"called update, in {seconds:g} s; the model {self._describe_version()}{receiver.describe_failure()}"
+                f"{self._describe_ended()}"
             )
         except AttemptLeftError as left:
             raise left.error from None
@@ -204,7 +217,7 @@ class Subscriber:
             error = failed
         except StoreSilentError:  # a message to the others may still leave, so this rank must end the attempt
             error = self._silent_store_error(seconds)
-            self._leave(error)
+            self._leave(error, last_swap, call)
             if receiver.last_swap > last_swap:
                 return
             raise error from None
@@ -212,7 +225,7 @@ class Subscriber:
             raise lost_store_error(lost) from lost
         decided, swap_seconds = None, AGREE_SECONDS
         try:
-            decided = attempts.give_up(error)
+            decided = attempts.give_up(error, call)
         except RuntimeError:  # the store is lost; a swap that this rank does not know of yet fails without this call
             error = self._silent_store_error(seconds)
             swap_seconds = AGREE_SECONDS if receiver.is_swapping else 0.0
@@ -226,6 +239,13 @@ class Subscriber:
             f"{seconds:g} s; the model is unchanged"
         )
 
+    def _describe_ended(self) -> str:
+        """The rank of the engine that has ended, as the end of a sentence; empty if there is none."""
+        with contextlib.suppress(RuntimeError):  # the store is lost
+            rank = self._team.find_ended()
+            return "" if rank is None else f"; rank {rank} of the engine has ended or has closed its Subscriber"
+        return ""
+
     def _describe_version(self) -> str:
         """The version that the model keeps; without any, also whether no trainer has come."""
         version = self._receiver.installed_version
@@ -236,10 +256,15 @@ class Subscriber:
                 return f"has no version, and no Publisher of the name {self._team.name!r} has come to this store"
         return "has no whole version"
 
-    def _leave(self, error: ReshardError) -> None:
-        """End the call on all ranks with an error, unless they swap. Nothing arrives in the model afterwards."""
+    def _leave(self, error: ReshardError, last_swap: int, call: str) -> None:
+        """End the call on all ranks with an error, unless they swap. Nothing arrives in the model afterwards.
+
+        Args:
+            error, call: as for :meth:`Attempts.leave`.
+            last_swap: number of the attempt that ended in the last swap before this call.
+        """
         with contextlib.suppress(RuntimeError, ReshardError):  # the store is lost, and so are the calls of all ranks
-            if not self._attempts.leave(error, self._receiver.last_swap):
+            if not self._attempts.leave(error, last_swap, call):
                 self._receiver.wait_for_swap(self._attempts.number, AGREE_SECONDS)
         self._receiver.wait_until_arrived()
 
@@ -252,6 +277,11 @@ class Subscriber:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _name_call() -> str:
+    """A text that no other call of ``update`` uses."""
+    return secrets.token_hex(4)
 
 
 def _make_installer(

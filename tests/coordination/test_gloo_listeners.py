@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import time
 
@@ -85,3 +86,16 @@ def test_descriptor_that_another_thread_has_used_again_is_not_kept(monkeypatch):
     assert gloo_listeners.close_listeners([b"address"]) == 0
     assert len(os.listdir("/proc/self/fd")) == before
     os.close(file)
+
+
+def test_epoll_instance_that_lists_the_same_number_of_another_file_does_not_watch_it():
+    """As after a fork: the instance watches a file of the parent, and here the number stands for another file."""
+    watched = os.eventfd(0)
+    kept = os.dup(watched)  # the instance forgets a file that nobody has open
+    with select.epoll() as poller, socket.socket() as own:
+        poller.register(watched, 0)
+        assert gloo_listeners._watches(poller.fileno(), watched)
+        os.dup2(own.fileno(), watched)
+        assert not gloo_listeners._watches(poller.fileno(), watched)
+    for descriptor in (watched, kept):
+        os.close(descriptor)

@@ -252,11 +252,69 @@ def _silence_the_store(monkeypatch, subscriber):
     monkeypatch.setattr(subscriber._attempts, "begin", silent)
 
 
-@pytest.mark.parametrize("disturb", [_interrupt_the_swap, _silence_the_store])
+def _interrupt_twice(monkeypatch, subscriber):
+    """A second interrupt comes when this rank has just ended the attempt because of the first."""
+    begin, leave = subscriber._attempts.begin, subscriber._attempts.leave
+
+    def interrupt(*arguments):
+        begin(*arguments)
+        raise KeyboardInterrupt
+
+    def interrupt_again(*arguments):
+        leave(*arguments)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subscriber._attempts, "begin", interrupt)
+    monkeypatch.setattr(subscriber._attempts, "leave", interrupt_again)
+
+
+@pytest.mark.parametrize("disturb", [_interrupt_the_swap, _silence_the_store, _interrupt_twice])
 def test_update_works_after_a_call_that_was_disturbed_on_one_rank(disturb):
     with PausableStore(3) as store:
         _, first, second = run_processes(_disturbed, 3, store, disturb, init_group=False, timeout_seconds=90)
     assert first[-1] == second[-1] == 2
+
+
+def _dying_in_renewal(rank, _, store):
+    """Ranks 1 and 2 are an engine, 3 is another. Rank 2 fails once, and is killed as ranks 1 and 2 begin anew."""
+    if rank == 0:
+        raw = connect(store, (), 0, 1)
+        with Publisher(make_model(1), raw) as publisher:
+            for other in (1, 2, 3):
+                wait_for_key(raw, f"ready{other}")
+            begun = time.monotonic()
+            report = publisher.publish(1).wait(60)
+            return sorted(report.engines.values()), time.monotonic() - begun
+    raw = connect(store, ("engine", rank - 1), rank, 1 if rank == 3 else 2)
+    with Subscriber(make_model(1 if rank == 3 else 2), raw) as subscriber:
+        if rank == 2:
+            subscriber._team.renew_inner_group = _kill_at_renewal
+            receiver._HANDLERS["receive"] = _receive_wrongly
+        raw.set(f"ready{rank}", "")
+        try:
+            return subscriber.update(20)
+        except ReshardError as error:
+            return str(error)
+
+
+def _kill_at_renewal(number):
+    if number:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _receive_wrongly(self, message):
+    receiver.Receiver._receive_version(self, message)
+    next(iter(self._shadow.values())).view(-1)[0] += 1  # the digests differ, so the version is sent again
+    self._landed = self._checker.digest_target(self._shadow, self._team.rank)
+
+
+def test_rank_that_dies_before_it_joins_a_group_is_named_at_once():
+    with PausableStore(4) as store, pytest.raises(LaunchError) as caught:
+        run_processes(_dying_in_renewal, 4, store, init_group=False, timeout_seconds=90, grace_seconds=60)
+    (reports, seconds), own, other = (caught.value.results[rank] for rank in (0, 1, 3))
+    assert reports == ["", "dropped: rank 1 of the engine has ended"] and seconds < 15 and other == 1
+    assert "rank 1 of the engine has ended" in own
 
 
 def _out_of_sync(rank, _, store, mode, purpose):

@@ -76,5 +76,19 @@ def has_ended(store: Store, rank: int, seconds: float = STORE_TIMEOUT_SECONDS) -
     return False
 
 
+def copy_presence(source: Store, rank: int, target: Store, target_rank: int, seconds: float) -> None:
+    """Tell a group where the process of a rank that will join it can be asked for, as the rank has told another group.
+
+    So the group notices a process that ends before it has joined.
+
+    Args:
+        source, rank: store of the other group, and the rank there.
+        target, target_rank: store of the group, and the rank there.
+        seconds: how long to wait for the store.
+    """
+    if source.check([_key(rank)], seconds):
+        target.compare_set(_key(target_rank), "", source.read(_key(rank), bytes.decode, seconds), seconds)
+
+
 def _key(rank: int) -> str:
     return f"presence/{rank}"

@@ -80,9 +80,11 @@ def _watches(loop: int, descriptor: int) -> bool:
     """Whether an epoll instance waits for events of a descriptor."""
     try:
         lines = Path(f"/proc/self/fdinfo/{loop}").read_text().splitlines()
+        inode = os.stat(descriptor).st_ino
     except OSError:
         return False
-    return any(line.split()[:2] == ["tfd:", str(descriptor)] for line in lines)
+    # after a fork, an instance may list numbers of another process, where they stand for other files
+    return any(line.split()[:2] == ["tfd:", str(descriptor)] and f"ino:{inode:x}" in line.split() for line in lines)
 
 
 def _replace(descriptor: int, loop: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 
 from reshard.coordination import describe_error, rebuild_error
 from reshard.coordination.groups.store import LOST_STORE_SECONDS
@@ -53,47 +52,61 @@ class Attempts:
         want = {"kind": "want", "attempt": self.number, "rank": team.rank}
         team.outbox.post(team.address(0), want, seconds)
 
-    def give_up(self, error: ReshardError) -> ReshardError | None:
+    def give_up(self, error: ReshardError, call: str) -> ReshardError | None:
         """End the current attempt on all ranks with an error, unless it has ended.
+
+        Args:
+            error: the error.
+            call: a text that no other call of ``update`` uses.
 
         Returns:
             The error with which it ends on all ranks; None if the ranks swap.
         """
-        decided, _ = self._decide(error)
+        decided, _ = self._decide(error, call)
         if decided is not None:
             self.number += 1
         return decided
 
-    def leave(self, error: ReshardError, swapped: int) -> bool:
-        """End the attempt in which other ranks wait for this one, or will wait.
+    def leave(self, error: ReshardError, swapped: int, call: str) -> bool:
+        """End the attempt in which other ranks wait for this one, or will wait, unless the call has ended one already.
 
         Args:
-            swapped: number of the last attempt whose swap this rank has made.
+            error, call: as for :meth:`give_up`.
+            swapped: number of the last attempt whose swap this rank had made before the call.
 
         Returns:
             Whether the attempt has ended. Otherwise the ranks swap now.
         """
-        is_first = False
-        while not is_first:
-            decided, is_first = self._decide(error)
+        store, last = self._team.store, key_of(self._team.id, self.number - 1)
+        is_own = self.number > 0 and store.check([last]) and _call_of(store.get(last, LOST_STORE_SECONDS)) == call
+        while not is_own:
+            decided, is_own = self._decide(error, call)
             if decided is None and self.number > swapped:
                 return False
             self.number += 1
         return True
 
-    def _decide(self, error: ReshardError) -> tuple[ReshardError | None, bool]:
+    def _decide(self, error: ReshardError, call: str) -> tuple[ReshardError | None, bool]:
         """The decision on the current attempt: it ends with this error, unless the store has another decision.
 
         Returns:
-            The error with which the attempt ends (None after a swap), and whether this call has decided it.
+            The error with which the attempt ends (None after a swap), and whether this call of ``update`` has decided.
         """
         name, text = describe_error(error)
-        value = json.dumps([name, text, self._team.rank, secrets.token_hex(4)])
+        value = json.dumps([name, text, self._team.rank, call])
         stored = self._team.store.compare_set(key_of(self._team.id, self.number), "", value, LOST_STORE_SECONDS)
-        is_first = stored == value.encode()
-        if is_first:
+        is_own = _call_of(stored) == call
+        if is_own:  # also if an interrupt came between the two: the message may not have left
             self._team.post_to_all({"kind": "given_up", "attempt": self.number, "failed": [name, text]})
-        return _read(stored)[0], is_first
+        return _read(stored)[0], is_own
+
+
+def _call_of(value: bytes) -> str:
+    """The call that has ended an attempt with an error; empty after a swap."""
+    try:
+        return str(json.loads(value)[3])
+    except (ValueError, TypeError, IndexError, KeyError, RecursionError):
+        return ""
 
 
 def _read(value: bytes) -> tuple[ReshardError | None, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from reshard.coordination import has_ended
+from reshard.coordination import copy_presence, has_ended
 from reshard.coordination.groups.agreement_messages import read_json
 from reshard.coordination.groups.store import Store
 from reshard.errors import ArgumentError
@@ -120,6 +120,18 @@ class Roster:
     def has_ended(self, kind: str, team_id: str, rank: int) -> bool:
         """Whether the process of a rank of a team has ended, or has closed its side."""
         return has_ended(self._store.under(_join_prefix(kind, team_id)), rank, ROSTER_TIMEOUT_SECONDS)
+
+    def share_presence(self, prefix: str, ranks: Iterable[tuple[str, str, int]]) -> None:
+        """Let a group notice ranks that end before they join it.
+
+        Args:
+            prefix: prefix of the store that the ranks join in.
+            ranks: ``(kind, team id, rank in the team)`` of each rank of the group, in order.
+        """
+        target = self._store.under(f"{prefix}/reshard/join")
+        for number, (kind, team_id, rank) in enumerate(ranks):
+            source = self._store.under(_join_prefix(kind, team_id))
+            copy_presence(source, rank, target, number, ROSTER_TIMEOUT_SECONDS)
 
     def first_living(self, kind: str, team_id: str, ranks: range) -> int | None:
         """The first of some ranks of a team whose process is not known to have ended."""

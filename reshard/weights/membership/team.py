@@ -228,9 +228,16 @@ class Team:
         if self._inner is None:
             store: dist.Store = ranks_store(self.raw, self.kind, self.id)
             if self._inner_number:
-                store = dist.PrefixStore(f"again{self._inner_number}", store)
+                store = dist.PrefixStore(prefix := f"again{self._inner_number}", store)
+                ranks = ((self.kind, self.id, rank) for rank in range(self.size))
+                self.roster.share_presence(f"{self.kind}/{self.id}/ranks/{prefix}", ranks)
             self._inner = join(store, self.rank, self.size)
         return self._inner
+
+    def find_ended(self) -> int | None:
+        """The first other rank that has ended or has closed its side; None if there is none."""
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        return next((rank for rank in others if self.roster.has_ended(self.kind, self.id, rank)), None)
 
     def renew_inner_group(self, number: int) -> None:
         """Replace the inner group, unless it has this number: an error may have put its ranks out of sync."""
