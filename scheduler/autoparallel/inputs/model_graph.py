@@ -22,7 +22,8 @@ from reshard.parallel.choice.grid_layer_cost import LayerSizes
 
 from .layer_graph import Layer, LayerGraph
 
-#: Names of the number of experts that a token chooses, in configs.
+#: Names of the number of experts in configs, and of the number that a token chooses.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k")
 #: The last matrix of an MLP: its input is the hidden features.
 _LAST_OF_MLP = re.compile(r"(down_proj|c_proj|fc2|fc_out|w2|wo|dense_4h_to_h|output_linear|output\.dense)(\.weight)?$")
@@ -77,6 +78,7 @@ class _Maker:
         self._size = ITEMSIZE[self._dtype]
         self._stream = float(sequence * self._hidden * self._size)
         heads = math.gcd(model.num_heads, model.num_kv_heads)
+        self._num_experts = next((n for name in _EXPERTS if isinstance(n := getattr(config, name, None), int)), 0)
         has_plan = any(_is_divided(tensor) for tensor in model.tensors if layer_of(tensor) is not None)
         self._tp_limit = max(1, heads & -heads) if has_plan else 1
 
@@ -153,14 +155,14 @@ class _Maker:
         for tensor in tensors:
             if not tensor.is_parameter:
                 continue
-            if len(tensor.shape) > 1:
+            if _is_matrix(tensor):
                 chosen = self._chosen_part(tensor)
                 work += 2.0 * self._sequence * math.prod(tensor.shape) * chosen
                 if not is_attention or not _ATTENTION.search(tensor.name):
                     kept = self._kept_of(tensor, tensors) * chosen
                     saved += kept
                     tp_saved += kept if _is_divided(tensor) else 0
-                if tensor.is_expert and _LAST_OF_MLP.search(tensor.name):
+                if chosen < 1 and _LAST_OF_MLP.search(tensor.name):
                     saved += 2 * self._stream * chosen * tensor.shape[0]  # tokens in the order of experts, and outputs
             elif _NORM.search(tensor.name) and tensor.name.endswith("weight"):
                 saved += self._kept_of_norm(tensor, tensors, heads)
@@ -202,7 +204,8 @@ class _Maker:
 
     def _chosen_part(self, tensor: ModelTensor) -> float:
         """The part of a tensor that works for one token: less than 1 for experts."""
-        if not tensor.is_expert:
+        is_stack = len(tensor.shape) == 3 and (tensor.shape[0] == self._num_experts or ".experts." in tensor.name)
+        if not (tensor.is_expert or is_stack):
             return 1.0
         for name in _CHOSEN:
             chosen = getattr(self._config, name, None)
@@ -218,7 +221,7 @@ class _Maker:
         features = math.prod(tensor.shape) / self._hidden
         if _LAST_OF_MLP.search(tensor.name):
             block = tensor.name[: _LAST_OF_MLP.search(tensor.name).start()]  # type: ignore[union-attr]
-            inner = [other for other in others if other.name.startswith(block) and len(other.shape) > 1]
+            inner = [other for other in others if other.name.startswith(block) and _is_matrix(other)]
             gated = sum(math.prod(other.shape) for other in inner if not _LAST_OF_MLP.search(other.name))
             features *= 2 if gated == 2 * math.prod(tensor.shape) else 1  # what the gate's activation returns, too
         return self._sequence * features * self._size
@@ -245,6 +248,11 @@ class _Maker:
 
 def _ends_block(tensor: ModelTensor) -> bool:
     return bool(_LAST_OF_MLP.search(tensor.name)) or tensor.name.endswith("o_proj.weight")
+
+
+def _is_matrix(tensor: ModelTensor) -> bool:
+    """Whether a tensor is a matrix, or a stack of them; biases of experts are stacked, too."""
+    return len(tensor.shape) > 1 and not tensor.name.endswith("bias")
 
 
 def _is_divided(tensor: ModelTensor) -> bool:

@@ -82,7 +82,10 @@ def test_layers_keep_as_many_bytes_as_the_model(tmp_path, kind, tolerance):
 
 
 def test_tokens_work_only_on_the_experts_that_they_choose(tmp_path):
-    layer = _graph(tmp_path, "mixtral").layers[1]
+    model = read_model(_write(tmp_path, "mixtral"), None)
+    layer = make_model_graph(model, SEQUENCE).layers[1]
+    unnamed = tuple(replace(tensor, is_expert=False) for tensor in model.tensors)  # without a plan for experts
+    assert make_model_graph(replace(model, tensors=unnamed), SEQUENCE).layers[1].forward_flops == layer.forward_flops
     attention, router, expert = 2 * 128 * 128 + 2 * 32 * 128, 8 * 128, 3 * 256 * 128
     scores = 4 * SEQUENCE**2 * 128
     assert layer.forward_flops == 2 * SEQUENCE * (attention + router + 2 * expert) + scores
