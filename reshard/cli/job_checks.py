@@ -214,21 +214,23 @@ def find_problems(facts_by_rank: Sequence[Facts], unreached: Sequence[tuple[int,
     hosts = _first_ranks(facts_by_rank)
     needed_files = max(MIN_OPEN_FILES, FILES_PER_RANK * len(facts_by_rank))
     for rank, facts in enumerate(facts_by_rank):
-        on_rank: list[str] = [*facts["installation"]]
+        problems_of_rank: list[str] = [*facts["installation"]]
         for name in filter(None, facts["interface"].split(",")):
             if name not in facts["interfaces"]:
-                on_rank.append(f"GLOO_SOCKET_IFNAME names {name!r}, but the host has {', '.join(facts['interfaces'])}")
+                problems_of_rank.append(
+                    f"GLOO_SOCKET_IFNAME names {name!r}, but the host has {', '.join(facts['interfaces'])}"
+                )
         if len(hosts) > 1 and is_loopback(facts["address"]):
-            on_rank.append(
+            problems_of_rank.append(
                 f"the address of the host is {facts['address']}, which other hosts cannot reach; set "
                 "GLOO_SOCKET_IFNAME to an interface that all hosts can reach"
             )
         if facts["files"] < needed_files:
-            on_rank.append(
+            problems_of_rank.append(
                 f"the limit of open files is {facts['files']}, and a job of this size needs about {needed_files}; "
                 "raise it with ulimit -n"
             )
-        for problem in on_rank:
+        for problem in problems_of_rank:
             ranks_by_problem.setdefault(problem, []).append(rank)
     problems = []
     for problem, ranks in ranks_by_problem.items():

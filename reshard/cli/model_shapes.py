@@ -171,7 +171,7 @@ def read_field(config: Any, name: str, layer: int) -> Any:
     """A field of a config for one layer; None if it has none. Layers of some models have different values."""
     try:
         return getattr(config, name, None)
-    except Exception:  # transformers raises an error of its own if the layers differ
+    except Exception:  # transformers raises AmbiguousGlobalPerLayerAttributeError if the layers differ
         return getattr(config.per_layer_config[layer], name, None)
 
 

@@ -77,13 +77,13 @@ def has_ended(store: Store, rank: int, seconds: float = STORE_TIMEOUT_SECONDS) -
 
 
 def copy_presence(source: Store, rank: int, target: Store, target_rank: int, seconds: float) -> None:
-    """Tell a group where the process of a rank that will join it can be asked for, as the rank has told another group.
+    """Copy the port of a rank from the store of one group to that of another, which the rank has yet to join.
 
-    So the group notices a process that ends before it has joined.
+    So the other group notices if the process ends before it joins.
 
     Args:
-        source, rank: store of the other group, and the rank there.
-        target, target_rank: store of the group, and the rank there.
+        source, rank: store of the group that the rank has joined, and the rank there.
+        target, target_rank: store of the other group, and the rank there.
         seconds: how long to wait for the store.
     """
     if source.check([_key(rank)], seconds):

@@ -122,7 +122,7 @@ class Roster:
         return has_ended(self._store.under(_join_prefix(kind, team_id)), rank, ROSTER_TIMEOUT_SECONDS)
 
     def share_presence(self, prefix: str, ranks: Iterable[tuple[str, str, int]]) -> None:
-        """Let a group notice ranks that end before they join it.
+        """Let a group notice ranks that end before they join it, by the ports that they have in their teams.
 
         Args:
             prefix: prefix of the store that the ranks join in.

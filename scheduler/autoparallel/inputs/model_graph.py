@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from reshard.cli.model_shapes import BY_COLUMNS, BY_ROWS, ModelShapes, ModelTensor, layer_of, read_field
 from reshard.dtypes import ITEMSIZE
@@ -100,7 +100,7 @@ class _Maker:
         layers = [
             self._make_embedding(before),
             *(self._make_layer(f"{stack}.{number}", number, tensors) for number, tensors in sorted(of_layer.items())),
-            self._make_head([*after, *head], model.tied),
+            self._make_head([*after, *head]),
         ]
         ties = () if table is None else (((0, len(layers) - 1), math.prod(table.shape)),)
         shapes = [(1, self._sequence, self._hidden)] * (len(layers) - 1)
@@ -120,7 +120,8 @@ class _Maker:
             tp_all_reduce_bytes=self._stream / 2,
         )
 
-    def _make_head(self, tensors: Sequence[ModelTensor], tied: Any) -> Layer:
+    def _make_head(self, tensors: Sequence[ModelTensor]) -> Layer:
+        tied = self._model.tied
         matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
         work = sum(2.0 * self._sequence * math.prod(tensor.shape) for tensor in matrices)
         logits = float(self._sequence * self._vocabulary)
@@ -220,7 +221,7 @@ class _Maker:
         """Bytes that a matrix of an MLP makes autograd keep, for experts if each token chose all of them."""
         features = math.prod(tensor.shape) / self._hidden
         if _LAST_OF_MLP.search(tensor.name):
-            block = tensor.name[: _LAST_OF_MLP.search(tensor.name).start()]  # type: ignore[union-attr]
+            block = _LAST_OF_MLP.sub("", tensor.name)
             inner = [other for other in others if other.name.startswith(block) and _is_matrix(other)]
             gated = sum(math.prod(other.shape) for other in inner if not _LAST_OF_MLP.search(other.name))
             features *= 2 if gated == 2 * math.prod(tensor.shape) else 1  # what the gate's activation returns, too

@@ -239,7 +239,7 @@ def _simulate_interleaved(
     Args:
         limit_seconds: see :func:`~.interleaving.interleaved`.
     """
-    interleaved_ones: list[Evaluation] = []
+    evaluations: list[Evaluation] = []
     left = MOVE_BUDGET
     for candidate in itertools.islice(interleaved(problem, plain[:NUM_INTERLEAVED], limit_seconds), MAX_INTERLEAVED):
         left -= 3 * candidate.num_microbatches * len(candidate.stages)
@@ -247,8 +247,8 @@ def _simulate_interleaved(
             break
         evaluation = evaluate(problem, candidate, below_seconds=below_seconds)
         if evaluation is not None:
-            interleaved_ones.append(evaluation)
-    return interleaved_ones
+            evaluations.append(evaluation)
+    return evaluations
 
 
 def simplify(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> Evaluation:
