@@ -216,7 +216,14 @@ class Dispatcher:
                 self._post(job.pending[engine], ping)
 
     def _choose_engines(self, job: _Job) -> None:
-        """Send to all engines at once, or first to the engines that hold the base, and to the others afterwards."""
+        """Send to all engines at once, or first to the engines that hold the base, and to the others afterwards.
+
+        The last send goes to each engine alone, so that no engine misses a version because of another.
+        """
+        last = [engine for engine in job.pending if job.num_sends.get(engine) == MAX_SENDS - 1]
+        if last:
+            job.engines, job.base = last[:1], None
+            return
         base, roster = self._find_base(not job.has_failed), self._team.roster
         holders = [
             engine for engine in job.pending if base is not None and self._held.get(engine, roster.held(engine)) == base

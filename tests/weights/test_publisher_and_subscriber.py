@@ -279,6 +279,43 @@ def test_damaged_version_is_sent_again_and_never_swapped_in():
     assert "failed 3 times: '0.weight' [0:7, 0:13] on rank 0" in results[2][0]
 
 
+def _fails_to_receive(rank, _, store):
+    """Ranks 1 and 2 are engines. Rank 2 fails at each try to receive version 2, so the sends to both fail."""
+    raw = connect(store, (), rank, 1)
+    model = make_model(2)
+    if rank == 0:
+        with Publisher(model, raw) as publisher:
+            wait_for_key(raw, "ready1"), wait_for_key(raw, "ready2")
+            results = []
+            for version in (1, 2, 3):
+                set_version(model, version)
+                results.append(sorted(publisher.publish(version).wait(60).engines.values()))
+                wait_for_key(raw, f"updated{version}")
+            return results
+    receive, number = Route.receive, iter(range(1, 100))
+
+    def fail(self, arrays):
+        if rank == 2 and 2 <= next(number) <= 4:
+            raise RemoteError("cable pulled")
+        receive(self, arrays)
+
+    Route.receive = fail
+    with Subscriber(model, raw) as subscriber:
+        raw.set(f"ready{rank}", "")
+        for version in (1, 2, 3) if rank == 1 else (1, 3):
+            assert subscriber.update(60) == version and is_version(model, version)
+            if rank == 1:
+                raw.set(f"updated{version}", "")
+    return None
+
+
+def test_engine_does_not_miss_a_version_because_another_fails():
+    with PausableStore(3) as store:
+        results = run_processes(_fails_to_receive, 3, store, init_group=False)[0]
+    assert results[0] == results[2] == ["", ""]
+    assert results[1][0] == "" and results[1][1].startswith("failed 3 times"), results[1]
+
+
 def _asks_while_a_version_arrives(rank, _, store):
     """Rank 0 publishes two versions. Rank 1, an engine, asks for one when the second has overwritten the first."""
     raw = connect(store, (), rank, 1)
