@@ -12,10 +12,10 @@ from tests.campaigns.slow_parts import Trial, check, make_trial, play
     "trial",
     [
         Trial("sending a request", "rank", 3, 2.0),
-        Trial("answer", "rank", 0, 4.0, victim=1, timeout_seconds=1.5),
+        pytest.param(Trial("answer", "rank", 0, 4.0, victim=1, timeout_seconds=1.5), marks=pytest.mark.nightly),
         Trial("report of outcomes", "store", 2, 4.0, victim=0),
         Trial("exclusion", "link", 0, 3.0, victim=3),
-        Trial("planning", "store", 1, 5.0, victim=2, timeout_seconds=2.0),
+        pytest.param(Trial("planning", "store", 1, 5.0, victim=2, timeout_seconds=2.0), marks=pytest.mark.nightly),
     ],
     ids=str,
 )

@@ -126,7 +126,7 @@ def _stop_past_the_deadline(rank, _, store, stopped):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("stopped", [0, 3])
+@pytest.mark.parametrize("stopped", [0, pytest.param(3, marks=pytest.mark.nightly)])
 def test_resumed_rank_calls_no_other_rank_lost(stopped):
     with PausableStore(4) as store:
         found = run_processes(_stop_past_the_deadline, 4, store, stopped, init_group=False)
@@ -178,7 +178,7 @@ def _die_before_the_call(rank, _, store, on_loss):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("on_loss", ["recover", "raise"])
+@pytest.mark.parametrize("on_loss", ["recover", pytest.param("raise", marks=pytest.mark.nightly)])
 def test_dead_rank_without_connections_is_named(on_loss):
     with PausableStore(4) as store, pytest.raises(LaunchError) as caught:
         run_processes(_die_before_the_call, 4, store, on_loss, grace_seconds=30, init_group=False)

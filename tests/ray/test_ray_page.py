@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("ray", reason="ray is not installed: pip install 'reshard[ray]'")
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_code_of_the_ray_page_runs(tmp_path):
     page = Path(__file__).parents[2] / "docs" / "ray.md"
     blocks = re.findall(r"```python ray\n(.*?)```", page.read_text(), flags=re.DOTALL)

@@ -56,7 +56,7 @@ def _in_place(rank, _, store):
         raw.set(f"ready{rank}", "")
         assert subscriber.update(60) == 1 and is_version(model, 1)
         with pytest.raises(TransferTimeoutError, match=r"'0.bias' .* on rank 1"):
-            subscriber.update(15)
+            subscriber.update(8)
         assert subscriber.version is None
         raw.set(f"failed{rank}", "")
         assert subscriber.update(60) == 3 and is_version(model, 3)
