@@ -18,6 +18,7 @@ from typing import Any
 
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, search
+from reshard.scheduler.autoparallel.costs.search_problem import SearchProblem
 from reshard.topology import Host, Link, Topology
 from tests.scheduler.autoparallel.random_searches import make_graph
 from tests.scheduler.autoparallel.test_device_subsets import check_cluster, check_parts
@@ -65,7 +66,7 @@ def compare_clusters(first: int, number: int) -> None:
     )
 
 
-#: Restrictions of the search: values of ``fixed``.
+#: Restrictions of the search: values of ``fixed``. One number of microbatches is another.
 RESTRICTIONS = (
     {"zero": 0},
     {"zero": 3},
@@ -74,7 +75,6 @@ RESTRICTIONS = (
     {"tp": 1},
     {"grid": None},
     {"tp": 1, "grid": None},
-    *({"num_microbatches": count} for count in (2, 4, 8, 16)),
 )
 
 
@@ -99,8 +99,9 @@ def compare_restricted(first: int, number: int) -> None:
             except ArgumentError:
                 return math.inf
 
-        found = seconds({})
-        least, fixed = min(((seconds(fixed), fixed) for fixed in RESTRICTIONS), key=lambda item: item[0])
+        found, counts = seconds({}), SearchProblem(graph, cluster, profile, 32).microbatch_counts
+        restrictions = (*RESTRICTIONS, *({"num_microbatches": count} for count in counts))
+        least, fixed = min(((seconds(fixed), fixed) for fixed in restrictions), key=lambda item: item[0])
         if found < math.inf:
             ratios.append(min(1.0, least / found))
             print(f"problem {seed}: {found:.4g} s, {least / found:.4f} times that with {fixed}", flush=True)

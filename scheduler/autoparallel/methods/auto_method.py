@@ -41,14 +41,14 @@ Report = Callable[[float, str], None]
 TIME_SHARES = {"joint": 0.25, "bmw": 0.3, "galvatron": 0.08, "alpa": 0.35, "pure": 0.02}
 #: ``auto`` skips ``alpa`` if one pass of its dynamic program needs more additions than this.
 MAX_SUMS = 250_000_000
-#: ``NUM_IMPROVED``: evaluated training plans that local moves improve. ``MOVE_BUDGET``: computations that may be
-#: simulated for one of them.
-NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
+#: Computations that local moves may simulate to improve one training plan.
+MOVE_BUDGET = 40_000
 #: Computations that may be simulated to make a training plan fit that just does not.
 SHRINK_BUDGET = 4_000
-#: ``NUM_THOROUGH``: number of the best training plans for which ``auto_schedule`` is tried at the end. It is also tried
-#: for the best one of each number of microbatches that takes at most ``NEAR_THOROUGH`` times as long as the best.
-NUM_THOROUGH, NEAR_THOROUGH = 2, 1.1
+#: ``NUM_FINALISTS``: number of the best training plans that local moves improve, and for which ``auto_schedule`` is
+#: tried at the end. Both also happen to the best one of each number of microbatches, if it takes at most
+#: ``NEAR_FINALIST`` times as long as the best.
+NUM_FINALISTS, NEAR_FINALIST = 2, 1.1
 #: Two numbers: of the best training plans whose meshes interleaved candidates use, and of interleaved candidates that
 #: are simulated.
 NUM_INTERLEAVED, MAX_INTERLEAVED = 8, 24
@@ -131,7 +131,7 @@ def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bo
 def with_interleaved(
     problem: SearchProblem, evaluations: Sequence[Evaluation], limit_seconds: float = math.inf
 ) -> list[Evaluation]:
-    """The evaluations, and the fastest interleaved candidate if it is faster than they are and than a limit."""
+    """The evaluations, and the interleaved candidates that are faster than they are and than a limit."""
     fits = bool(evaluations) and not evaluations[0].short_bytes
     limit = min(limit_seconds, evaluations[0].seconds if fits else math.inf)
     return sorted([*evaluations, *interleave(problem, evaluations, limit)], key=order)
@@ -158,9 +158,8 @@ def refine(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Ev
     Candidates that are interleaved already have been improved.
     """
     evaluations = list(evaluations)
-    for start in [item for item in evaluations if not item.short_bytes and not item.candidate.is_interleaved][
-        :NUM_IMPROVED
-    ]:
+    plain = [item for item in evaluations if not item.short_bytes and not item.candidate.is_interleaved]
+    for start in _finalists(plain):
         better = improve(problem, start)
         if better is not start:
             evaluations.append(better)
@@ -178,12 +177,12 @@ def refine(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Ev
 
 
 def _finalists(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """The evaluations, the fastest first, for which ``auto_schedule`` is tried: see :data:`NUM_THOROUGH`."""
+    """The evaluations, the fastest first, that are improved: see :data:`NUM_FINALISTS`."""
     best_of: dict[int, Evaluation] = {}
     for item in evaluations:
-        if not item.short_bytes and item.seconds <= evaluations[0].seconds * NEAR_THOROUGH:
+        if not item.short_bytes and item.seconds <= evaluations[0].seconds * NEAR_FINALIST:
             best_of.setdefault(item.candidate.num_microbatches, item)
-    first = list(evaluations[:NUM_THOROUGH])
+    first = list(evaluations[:NUM_FINALISTS])
     return first + [item for item in best_of.values() if item not in first]
 
 
@@ -210,7 +209,7 @@ def _thorough(problem: SearchProblem, evaluation: Evaluation) -> Evaluation:
 
 
 def interleave(problem: SearchProblem, evaluations: Sequence[Evaluation], limit_seconds: float) -> list[Evaluation]:
-    """The fastest interleaved candidate, improved by moves; empty if none is faster than a limit.
+    """The fastest interleaved candidates, improved by moves; empty if none is faster than a limit.
 
     Args:
         evaluations: candidates with one stage on each mesh, the fastest first.
@@ -218,8 +217,9 @@ def interleave(problem: SearchProblem, evaluations: Sequence[Evaluation], limit_
     if problem.rules.max_stages_per_rank < 2 or limit_seconds == math.inf:
         return []
     simulated = _simulate_interleaved(problem, _pipelines(evaluations), limit_seconds, limit_seconds * NEAR_INTERLEAVED)
-    improved = [improve(problem, item) for item in sorted(simulated, key=order)[:NUM_IMPROVED]]
-    return sorted((item for item in improved if item.seconds < limit_seconds * (1 - MIN_GAIN)), key=order)[:1]
+    improved = [improve(problem, item) for item in _finalists(sorted(simulated, key=order))]
+    faster = (item for item in improved if item.seconds < limit_seconds * (1 - MIN_GAIN))
+    return sorted(faster, key=order)[:NUM_FINALISTS]
 
 
 def _pipelines(evaluations: Sequence[Evaluation]) -> list[Candidate]:
@@ -266,7 +266,7 @@ def simplify(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> Evalu
     ties = [item for item in evaluations if not item.short_bytes and item.seconds <= limit]
     best = min(ties, key=lambda item: (item.candidate.complexity, item.rank_key))
     near = {item.candidate: item for item in evaluations if not item.short_bytes and item.seconds <= limit * NEAR_TIE}
-    tried, left, num_thorough = set(), MOVE_BUDGET, NUM_THOROUGH
+    tried, left, num_thorough = set(), MOVE_BUDGET, NUM_FINALISTS
 
     def simpler_tie() -> Evaluation | None:
         nonlocal left, num_thorough

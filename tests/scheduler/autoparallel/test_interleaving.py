@@ -65,7 +65,7 @@ def test_moves_improve_as_many_other_candidates_if_the_fastest_are_interleaved(m
     starts = []
     monkeypatch.setattr(auto_method, "improve", lambda problem, start: starts.append(start) or start)
     auto_method.refine(problem, [*shared, *plain])
-    assert starts[: auto_method.NUM_IMPROVED] == plain[: auto_method.NUM_IMPROVED]
+    assert starts[: auto_method.NUM_FINALISTS] == plain[: auto_method.NUM_FINALISTS]
 
 
 def test_a_move_gives_one_choice_to_all_stages_on_the_same_ranks_if_a_later_one_differs():
