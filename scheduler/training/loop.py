@@ -282,12 +282,7 @@ def make_pipe(job: TrainingJob) -> Pipe:
         return Pipe(model, training_plan=job.training_plan, **options)
     num_stages = job.stages.count(",") + 1
     layers = job.layers or job.preset.divide_layers(num_stages)
-    if sum(layers) != job.preset.config.num_layers or min(layers) < 1 or len(layers) != num_stages:
-        raise ArgumentError(
-            f"--layers {','.join(map(str, layers))} has {count_of(len(layers), 'stage')} and "
-            f"{count_of(sum(layers), 'layer')}, but {job.name} has {count_of(num_stages, 'stage')} and "
-            f"{count_of(job.preset.config.num_layers, 'layer')}; pass layers of each stage, at least 1, with this sum"
-        )
+    job.preset.check_layers(layers, num_stages, job.name)
     return Pipe(model, find_cuts(job.preset.config, layers), stages=job.stages, **options)
 
 

@@ -17,6 +17,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 
+from ..model_stages.placement import parse_placements
 from ..schedules.named_builders import NAMED_BUILDERS
 from .models.model_presets import PRESETS, GPTConfig, Preset, find_preset
 
@@ -253,8 +254,9 @@ def check_options(options: argparse.Namespace) -> None:
         raise ArgumentError(f"{options.preset} trains on pictures that it draws itself; omit --data")
     if options.data is not None and not Path(options.data).exists():
         raise ArgumentError(f"the data {options.data} cannot be read: there is no such file")
-    _parse_layers(options.layers)
     _check_plan(options)
+    if options.plan is None:
+        _check_stages(options)
 
 
 def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> TrainingJob:
@@ -278,9 +280,8 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Traini
     if options.sequence is not None and isinstance(preset.config, GPTConfig):
         preset = replace(preset, config=replace(preset.config, sequence=options.sequence))
     saves = options.checkpoint or options.resume or options.save_every
-    name = options.preset if options.shrink == 1 else f"{options.preset}/{options.shrink}"
     return TrainingJob(
-        name=name,
+        name=_job_name(options),
         preset=preset,
         steps=options.steps,
         stages=stages,
@@ -304,6 +305,18 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Traini
         dump=options.dump_tensors,
         report=None if options.report == "none" else options.report or f"{options.preset}.report",
     )
+
+
+def _check_stages(options: argparse.Namespace) -> None:
+    """Raise ArgumentError if ``--meshes`` or ``--layers`` are malformed, or do not fit each other and the model."""
+    preset, layers = find_preset(options.preset), _parse_layers(options.layers)
+    num_stages = len(parse_placements(options.meshes or preset.stages))
+    if layers:
+        preset.shrunk(options.shrink, num_stages).check_layers(layers, num_stages, _job_name(options))
+
+
+def _job_name(options: argparse.Namespace) -> str:
+    return options.preset if options.shrink == 1 else f"{options.preset}/{options.shrink}"
 
 
 def _check_plan(options: argparse.Namespace) -> None:

@@ -16,7 +16,7 @@ models have 6 %, 12 % and 10 % more parameters than their names say.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.errors import ArgumentError
@@ -184,6 +184,15 @@ class Preset:
         return replace(
             self, config=self.config.shrunk(divisor, num_stages), num_samples=num_samples, learning_rate=rate
         )
+
+    def check_layers(self, layers: Sequence[int], num_stages: int, name: str) -> None:
+        """Raise ArgumentError unless each stage of the model ``name`` has a layer, and all have those of the model."""
+        if sum(layers) != self.config.num_layers or min(layers) < 1 or len(layers) != num_stages:
+            raise ArgumentError(
+                f"--layers {','.join(map(str, layers))} has {count_of(len(layers), 'stage')} and "
+                f"{count_of(sum(layers), 'layer')}, but {name} has {count_of(num_stages, 'stage')} and "
+                f"{count_of(self.config.num_layers, 'layer')}; pass layers of each stage, at least 1, with this sum"
+            )
 
     def divide_layers(self, num_stages: int) -> tuple[int, ...]:
         """Layers per stage: ``layers`` if it has ``num_stages`` entries, else equal shares, the first ones one larger.
