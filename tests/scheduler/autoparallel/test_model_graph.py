@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,12 +11,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import reshard.scheduler as rs
 from reshard.cli.main import main
 from reshard.cli.model_shapes import read_model
 from reshard.errors import ArgumentError
 from reshard.scheduler import torch_compat
+from reshard.scheduler.autoparallel import TrainingPlan
 from reshard.scheduler.autoparallel.inputs.model_graph import make_model_graph
 from reshard.scheduler.model_stages.profile import count_saved_bytes
+from tests.support.whole_models import Case, check_equal
 
 transformers = pytest.importorskip("transformers")
 
@@ -134,3 +138,44 @@ def test_search_plans_a_config_and_refuses_what_it_cannot(tmp_path, capsys):
     fields = {name: value for name, value in model.config.to_dict().items() if name != "num_experts_per_tok"}
     with pytest.raises(ArgumentError, match="does not say how many a token chooses"):
         make_model_graph(replace(model, config=SimpleNamespace(**fields)), SEQUENCE)
+
+
+#: Sizes of models that tests train.
+TRAINED = {"num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 128, "num_key_value_heads": 2, "dtype": "float32"}
+
+
+def _make_trained(kind):
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(kind, **CONFIGS[kind] | TRAINED)
+    )
+
+
+def _pipe(path, case):
+    return rs.Pipe(case.make_model(), training_plan=TrainingPlan.read(path), loss=lambda output: output.loss)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("kind", "memory", "options", "stages"),
+    [("llama", "6MB", ["--fixed", "zero=0", "--fixed", "tp=1"], 4), ("mixtral", "1GB", ["--fixed", "zero=3"], 1)],
+)
+def test_model_of_a_config_trains_with_its_training_plan_as_in_one_process(
+    kind, memory, options, stages, tmp_path, capsys
+):
+    path, plan_path = _write(tmp_path, kind, **TRAINED), str(tmp_path / "plan.json")
+    arguments = ["--model", path, "--sequence", "16", "--topology", "tcp", "--devices", "2", "--memory", memory]
+    arguments += ["--flops", "1G", "--samples", "8", "--output", plan_path, *options]
+    assert main(["search", *arguments]) == 0, capsys.readouterr().err
+    assert len(TrainingPlan.read(plan_path).stages) == stages
+    generator = torch.Generator().manual_seed(1)
+    tokens = [torch.randint(128, (8, 16), generator=generator) for _ in range(3)]
+    batches = [{"input_ids": item, "labels": item} for item in tokens]
+    case = Case(
+        functools.partial(_make_trained, kind),
+        batches[:2],
+        batches[2],
+        lambda model, batch: (model(**batch, use_cache=False).loss, {}),
+        num_microbatches=None,
+    )
+    check_equal(case, functools.partial(_pipe, plan_path), 2)
